@@ -1,0 +1,111 @@
+//! What a server tells of its device: the data behind `list` and `show`.
+
+use serde::{Deserialize, Serialize};
+
+use super::{DeviceName, DeviceState};
+
+/// What does not change while a device lives. The server also leaves it in
+/// `/run/ublk-vram/NAME.json` (0644), so that `list` says something without root; nothing but
+/// `list` and `remove --force` reads that file.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct StaticInfo {
+    /// The device's name.
+    pub name: DeviceName,
+    /// `/dev/ublkbN`.
+    pub device: String,
+    /// The N of it.
+    pub id: u32,
+    /// Major number of the block device.
+    pub major: u32,
+    /// Minor number of the block device.
+    pub minor: u32,
+    /// Bytes of the block device.
+    pub size: u64,
+    /// `host`, `pci`, ...
+    pub backend: String,
+    /// PCI address of the GPU, where there is one.
+    pub gpu: Option<String>,
+    /// Random identity of this device's contents, as hexadecimal groups (RFC 9562 text form).
+    pub uuid: String,
+    /// Hardware queues.
+    pub queues: u16,
+    /// Requests in flight for each queue.
+    pub depth: u16,
+    /// Largest request in bytes.
+    pub max_io: u32,
+    /// Bytes of one chunk.
+    pub chunk_size: u64,
+    /// How many chunks.
+    pub chunks: u32,
+    /// ublk features in use, by name (include/uapi/linux/ublk_cmd.h).
+    pub features: Vec<String>,
+    /// How bytes move: the copy routines in use (`avx512`, ...).
+    pub copy: String,
+    /// Process id of the server.
+    pub pid: i32,
+    /// When the device went live, in seconds since 1970.
+    pub since: u64,
+}
+
+/// Everything `show` prints.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct DeviceInfo {
+    /// What does not change.
+    #[serde(flatten)]
+    pub fixed: StaticInfo,
+    /// The state now.
+    pub state: DeviceState,
+    /// What the state waits for, or why the last drain failed.
+    pub reason: Option<String>,
+    /// The server's memory.
+    pub memory: MemoryInfo,
+    /// Counters of each queue.
+    pub queue: Vec<QueueInfo>,
+}
+
+/// The server's own memory, from /proc/self/status, in bytes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MemoryInfo {
+    /// Memory this device costs the host: locked and resident, without device memory it maps.
+    pub cost: u64,
+    /// VmLck.
+    pub locked: u64,
+    /// VmRSS.
+    pub resident: u64,
+    /// VmSwap: must be 0.
+    pub swapped: u64,
+    /// Bytes of the I/O buffers within `locked`.
+    pub arena: u64,
+}
+
+/// Counters of one queue since the device went live. All are totals; bytes and requests are of
+/// completed requests.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct QueueInfo {
+    /// Thread id of the queue's thread.
+    pub tid: i32,
+    /// Completed reads.
+    pub reads: u64,
+    /// Completed writes.
+    pub writes: u64,
+    /// Completed discards and write-zeroes.
+    pub zeroes: u64,
+    /// Bytes read.
+    pub read_bytes: u64,
+    /// Bytes written.
+    pub write_bytes: u64,
+    /// Bytes zeroed by discards and write-zeroes.
+    pub zero_bytes: u64,
+    /// Requests that ended with an error.
+    pub errors: u64,
+    /// Batches taken from the kernel.
+    pub batches: u64,
+    /// The largest number of requests taken in one batch.
+    pub largest_batch: u64,
+    /// Copies in flight now.
+    pub in_flight: u64,
+    /// The largest number of copies ever in flight at once.
+    pub most_in_flight: u64,
+    /// Write requests the kernel marked as swap (UBLK_IO_F_SWAP).
+    pub swap_writes: u64,
+}

@@ -1,0 +1,12 @@
+//! What a device is, as plain data: its name, what the user asked for, the state it is in, and what
+//! `show` tells of it. Nothing here opens a file or talks to a kernel.
+
+mod info;
+mod name;
+mod spec;
+mod state;
+
+pub use info::{DeviceInfo, MemoryInfo, QueueInfo, StaticInfo};
+pub use name::DeviceName;
+pub use spec::{BackendSpec, DeviceSpec, LabSpec};
+pub use state::DeviceState;

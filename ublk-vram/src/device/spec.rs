@@ -1,0 +1,83 @@
+//! What the user asked for.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use super::DeviceName;
+use crate::size::SizeSpec;
+
+/// Everything `ublk-vram serve` needs to know, as the user wrote it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct DeviceSpec {
+    /// The device's name.
+    pub name: DeviceName,
+    /// Its size.
+    pub size: SizeSpec,
+    /// Where its memory comes from.
+    pub backend: BackendSpec,
+    /// The N of `/dev/ublkbN`; the driver chooses when it is absent.
+    #[serde(default)]
+    pub id: Option<u32>,
+    /// Hardware queues, each with a thread of its own; absent: one for each CPU, at most 4.
+    #[serde(default)]
+    pub queues: Option<u16>,
+    /// Requests in flight for each queue (1 to 4096).
+    #[serde(default = "DeviceSpec::default_depth")]
+    pub depth: u16,
+    /// Bytes of locked I/O buffers for the whole device; the largest request follows from it.
+    /// Absent: a sixteenth of the device, at most [`DeviceSpec::MAX_DEFAULT_ARENA`].
+    #[serde(default)]
+    pub arena: Option<u64>,
+    /// Bytes of one chunk, a power of two; absent: 1 GiB, or 64 MiB below 4 GiB of device.
+    #[serde(default)]
+    pub chunk: Option<u64>,
+    /// Start although a protection that swap needs is missing, or the device costs more than a
+    /// quarter of its size in locked memory.
+    #[serde(default)]
+    pub allow_unsafe: bool,
+    /// Switches that only a laboratory needs.
+    #[serde(default)]
+    pub lab: LabSpec,
+}
+
+impl DeviceSpec {
+    /// 64 requests a queue: what one CPU's plug list fills.
+    pub const fn default_depth() -> u16 {
+        64
+    }
+
+    /// 32 MiB: it is memory the user loses, so it does not grow with the device.
+    pub const MAX_DEFAULT_ARENA: u64 = 32 << 20;
+}
+
+/// Where a device's memory comes from.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", tag = "kind")]
+pub enum BackendSpec {
+    /// System memory (a memfd): for tests and for machines without a GPU.
+    Host,
+    /// The whole BAR of a PCI function that no driver owns.
+    Pci {
+        /// `0000:03:00.0`; the domain may be left out.
+        address: String,
+        /// Which BAR; absent: the largest prefetchable memory BAR.
+        bar: Option<u8>,
+    },
+}
+
+/// Switches that take a protection away or inject faults. Never for a device anybody relies on.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", default, deny_unknown_fields)]
+pub struct LabSpec {
+    /// Neither lock the server's memory nor keep it out of swap by a cgroup of its own: under swap
+    /// this must hang, and a test relies on it.
+    pub no_memory_lock: bool,
+    /// Wrap the backend in the fault layer; it is driven over the control socket.
+    pub fault: bool,
+    /// Pretend that the driver has no SAFE_STOP_DEV, to test the way older kernels are stopped.
+    pub no_safe_stop: bool,
+    /// Where the server's own log goes as well, for a run without a journal.
+    pub log_file: Option<PathBuf>,
+}
