@@ -1,0 +1,227 @@
+//! A layer that wraps any backend and fails, shortens, holds or delays chosen copies.
+//!
+//! Hardware does not hang or break on demand; this does, on real I/O paths. It is a laboratory's
+//! tool (`--lab-fault`): unlike everything else on the I/O path it takes a lock and allocates.
+
+use std::collections::VecDeque;
+use std::os::fd::{AsRawFd, RawFd};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use nix::sys::time::TimeSpec;
+use nix::sys::timerfd::{ClockId, Expiration, TimerFd, TimerFlags, TimerSetTimeFlags};
+
+use super::{Backend, BackendQueue, ChunkMemory, Completion, Copy, Direction, QueueId};
+use crate::control::{FaultAction, FaultRule};
+use crate::error::{Error, Result};
+
+/// The rules, shared by every queue and by control.
+#[derive(Default)]
+pub struct FaultControl {
+    rules: Mutex<Vec<FaultRule>>,
+    /// Grows by one with each release, so that a queue sees that there was one.
+    releases: AtomicU32,
+    reverse: AtomicU32,
+    alarms: Mutex<Vec<Arc<TimerFd>>>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl FaultControl {
+    /// Adds a rule; rules are tried in the order they came.
+    pub fn add(&self, rule: FaultRule) {
+        lock(&self.rules).push(rule);
+    }
+
+    /// Removes every rule and lets held copies go, newest first if `reverse`.
+    pub fn release(&self, reverse: bool) {
+        lock(&self.rules).clear();
+        self.reverse.store(u32::from(reverse), Ordering::SeqCst);
+        self.releases.fetch_add(1, Ordering::SeqCst);
+        for alarm in lock(&self.alarms).iter() {
+            arm(alarm, Duration::ZERO);
+        }
+    }
+
+    /// The action for a copy, counting the rule's `count` down.
+    fn judge(&self, copy: &Copy) -> Option<(FaultAction, u32)> {
+        let mut rules = lock(&self.rules);
+        let end = copy.device_offset.saturating_add(u64::from(copy.len));
+        let at = rules.iter().position(|rule| {
+            rule.reads
+                .is_none_or(|reads| reads == (copy.direction == Direction::Read))
+                && rule.from < end
+                && rule.to.is_none_or(|to| copy.device_offset < to)
+        })?;
+        let rule = rules.get_mut(at)?;
+        let verdict = (rule.action, rule.delay_ms);
+        if let Some(count) = rule.count.as_mut() {
+            *count = count.saturating_sub(1);
+            if *count == 0 {
+                rules.remove(at);
+            }
+        }
+        Some(verdict)
+    }
+}
+
+/// Makes the timer expire after `delay`.
+fn arm(alarm: &TimerFd, delay: Duration) {
+    // A zero time would disarm the timer.
+    let delay = delay.max(Duration::from_nanos(1));
+    // The flags and the time are valid, so this cannot fail; a lab layer has nobody to tell anyway.
+    let _ = alarm.set(
+        Expiration::OneShot(TimeSpec::from_duration(delay)),
+        TimerSetTimeFlags::empty(),
+    );
+}
+
+/// A backend with the layer around it.
+pub struct FaultBackend {
+    inner: Box<dyn Backend>,
+    control: Arc<FaultControl>,
+}
+
+impl FaultBackend {
+    /// Wraps `inner`; `control` steers it.
+    pub fn new(inner: Box<dyn Backend>, control: Arc<FaultControl>) -> FaultBackend {
+        FaultBackend { inner, control }
+    }
+}
+
+impl Backend for FaultBackend {
+    fn kind(&self) -> &'static str {
+        self.inner.kind()
+    }
+
+    fn gpu(&self) -> Option<String> {
+        self.inner.gpu()
+    }
+
+    fn copy_path(&self) -> String {
+        format!("{}, fault layer", self.inner.copy_path())
+    }
+
+    fn chunks(&self) -> &[ChunkMemory] {
+        self.inner.chunks()
+    }
+
+    fn open_queue(&self, queue: QueueId, copies: usize) -> Result<Box<dyn BackendQueue>> {
+        let alarm = TimerFd::new(
+            ClockId::CLOCK_MONOTONIC,
+            TimerFlags::TFD_CLOEXEC | TimerFlags::TFD_NONBLOCK,
+        )
+        .map_err(|errno| Error::os("timerfd_create for the fault layer", errno))?;
+        let alarm = Arc::new(alarm);
+        lock(&self.control.alarms).push(Arc::clone(&alarm));
+        Ok(Box::new(FaultQueue {
+            inner: self.inner.open_queue(queue, copies)?,
+            seen: self.control.releases.load(Ordering::SeqCst),
+            control: Arc::clone(&self.control),
+            alarm,
+            held: Vec::with_capacity(copies),
+            delayed: Vec::with_capacity(copies),
+            done: VecDeque::with_capacity(copies),
+        }))
+    }
+}
+
+type Pending = (Copy, ChunkMemory);
+
+struct FaultQueue {
+    inner: Box<dyn BackendQueue>,
+    control: Arc<FaultControl>,
+    alarm: Arc<TimerFd>,
+    seen: u32,
+    held: Vec<Pending>,
+    delayed: Vec<(Instant, Pending)>,
+    done: VecDeque<Completion>,
+}
+
+// SAFETY: the raw addresses in held copies are valid on every thread (`BackendQueue::submit`), and
+// the queue is used by one thread at a time.
+unsafe impl Send for FaultQueue {}
+
+impl FaultQueue {
+    fn resume(&mut self, (copy, chunk): Pending) {
+        // SAFETY: the promise made for the held copy's submit holds until its completion is polled.
+        unsafe { self.inner.submit(&copy, &chunk) };
+    }
+}
+
+impl BackendQueue for FaultQueue {
+    unsafe fn submit(&mut self, copy: &Copy, chunk: &ChunkMemory) {
+        match self.control.judge(copy) {
+            None => {
+                // SAFETY: the caller's promise is passed on.
+                unsafe { self.inner.submit(copy, chunk) }
+            }
+            Some((FaultAction::Fail, _)) => {
+                self.done.push_back(Completion {
+                    id: copy.id,
+                    result: Err(libc::EIO),
+                });
+            }
+            Some((FaultAction::Short, _)) => {
+                self.done.push_back(Completion {
+                    id: copy.id,
+                    result: Ok(copy.len / 2),
+                });
+            }
+            Some((FaultAction::Hold, _)) => self.held.push((*copy, chunk.clone())),
+            Some((FaultAction::Delay, ms)) => {
+                let due = Duration::from_millis(u64::from(ms));
+                self.delayed
+                    .push((Instant::now() + due, (*copy, chunk.clone())));
+                if self.delayed.len() == 1 {
+                    arm(&self.alarm, due);
+                }
+            }
+        }
+    }
+
+    fn poll(&mut self, done: &mut Vec<Completion>) {
+        let releases = self.control.releases.load(Ordering::SeqCst);
+        if releases != self.seen {
+            self.seen = releases;
+            let mut held = std::mem::take(&mut self.held);
+            if self.control.reverse.load(Ordering::SeqCst) != 0 {
+                held.reverse();
+            }
+            for pending in held {
+                self.resume(pending);
+            }
+        }
+        let now = Instant::now();
+        while let Some(at) = self.delayed.iter().position(|(due, _)| *due <= now) {
+            let (_, pending) = self.delayed.remove(at);
+            self.resume(pending);
+        }
+        if let Some(next) = self.delayed.iter().map(|(due, _)| *due).min() {
+            arm(&self.alarm, next - now);
+            if self.control.releases.load(Ordering::SeqCst) != self.seen {
+                // A release that came meanwhile has set the timer too, and just lost it.
+                arm(&self.alarm, Duration::ZERO);
+            }
+        }
+        self.inner.poll(done);
+        while done.len() < done.capacity() {
+            match self.done.pop_front() {
+                Some(completion) => done.push(completion),
+                None => break,
+            }
+        }
+    }
+
+    fn in_flight(&self) -> usize {
+        self.inner.in_flight() + self.held.len() + self.delayed.len() + self.done.len()
+    }
+
+    fn completion_fd(&self) -> Option<RawFd> {
+        use std::os::fd::AsFd;
+        Some(self.alarm.as_fd().as_raw_fd())
+    }
+}

@@ -1,0 +1,81 @@
+//! The copy path of every backend whose chunks the CPU can reach: streaming stores to write,
+//! streaming loads to read, done at once in `submit`.
+//!
+//! Stores to write-combined memory are posted: they are ordered before anything later only by a
+//! fence. One `sfence` covers a whole batch, so it is issued in `poll`, before the first completion
+//! of the batch is handed out.
+
+use std::collections::VecDeque;
+
+use super::{BackendQueue, ChunkMemory, Completion, Copy, Direction};
+use crate::copy::CopyRoutines;
+
+/// A queue that copies with the CPU.
+pub struct MappedQueue {
+    routines: CopyRoutines,
+    done: VecDeque<Completion>,
+    unfenced: bool,
+}
+
+impl MappedQueue {
+    /// A queue for up to `copies` copies in flight.
+    pub fn new(routines: CopyRoutines, copies: usize) -> MappedQueue {
+        MappedQueue {
+            routines,
+            done: VecDeque::with_capacity(copies),
+            unfenced: false,
+        }
+    }
+
+    /// # Safety
+    /// As [`BackendQueue::submit`].
+    unsafe fn copy(&mut self, copy: &Copy, chunk: &ChunkMemory) -> Result<u32, i32> {
+        let len = copy.len as usize;
+        let Some(device) = chunk.mapping.at(copy.offset, len) else {
+            return Err(libc::EIO);
+        };
+        match copy.direction {
+            // SAFETY: `device` is mapped for `len` bytes (`at`), `memory` by the caller's promise.
+            Direction::Read => unsafe { self.routines.load(copy.memory, device, len) },
+            Direction::Write => {
+                // SAFETY: as above.
+                unsafe { self.routines.store(device, copy.memory, len) };
+                self.unfenced = true;
+            }
+            Direction::Zero => {
+                // SAFETY: as above; there is no memory end.
+                unsafe { self.routines.fill_zero(device, len) };
+                self.unfenced = true;
+            }
+        }
+        Ok(copy.len)
+    }
+}
+
+impl BackendQueue for MappedQueue {
+    unsafe fn submit(&mut self, copy: &Copy, chunk: &ChunkMemory) {
+        // SAFETY: the caller's promise is passed on.
+        let result = unsafe { self.copy(copy, chunk) };
+        self.done.push_back(Completion {
+            id: copy.id,
+            result,
+        });
+    }
+
+    fn poll(&mut self, done: &mut Vec<Completion>) {
+        if self.unfenced {
+            self.routines.store_fence();
+            self.unfenced = false;
+        }
+        while done.len() < done.capacity() {
+            match self.done.pop_front() {
+                Some(completion) => done.push(completion),
+                None => break,
+            }
+        }
+    }
+
+    fn in_flight(&self) -> usize {
+        self.done.len()
+    }
+}

@@ -1,0 +1,219 @@
+//! Where a device's memory comes from, and who moves bytes to and from it.
+//!
+//! Two handles, so that control and I/O never share a lock:
+//!
+//! ```text
+//!   MemoryHandles          what outlives a worker: descriptors, claims        (session)
+//!        | open()
+//!   Backend                chunks of memory, one for each device              (control thread)
+//!        | open_queue()
+//!   BackendQueue           submit / poll, one for each queue thread           (I/O threads)
+//! ```
+//!
+//! A copy may complete inside [`BackendQueue::submit`] (a CPU copy does) or much later (an engine's
+//! does): the caller learns of both by [`BackendQueue::poll`], and sleeps on
+//! [`BackendQueue::completion_fd`] while copies are in flight. Every copy completes exactly once.
+//! Every backend passes the one suite in [`conformance`].
+
+use std::os::fd::RawFd;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use crate::device::{BackendSpec, DeviceSpec};
+use crate::error::Result;
+use crate::store::Layout;
+
+pub mod conformance;
+pub mod fault;
+pub mod host;
+pub mod mapped;
+pub mod pci;
+
+/// The number of a queue, and of the thread that serves it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct QueueId(pub u16);
+
+/// Which way bytes go, seen from the user of the block device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Direction {
+    /// From the chunk to memory.
+    Read,
+    /// From memory to the chunk.
+    Write,
+    /// Zeroes to the chunk; there is no memory.
+    Zero,
+}
+
+/// One copy between a chunk and memory. It never crosses a chunk.
+#[derive(Debug, Clone, Copy)]
+pub struct Copy {
+    /// Comes back in the [`Completion`]; unique among the queue's copies in flight.
+    pub id: u32,
+    /// Which way.
+    pub direction: Direction,
+    /// Index of the chunk.
+    pub chunk: u32,
+    /// First byte, counted from the chunk's start.
+    pub offset: u64,
+    /// Bytes to move.
+    pub len: u32,
+    /// The memory end; null for [`Direction::Zero`].
+    pub memory: *mut u8,
+    /// First byte, counted from the device's start: for rules and messages, not for addressing.
+    pub device_offset: u64,
+}
+
+/// The end of one copy.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Completion {
+    /// The copy's id.
+    pub id: u32,
+    /// Bytes moved, or a positive errno. Fewer bytes than asked for is an error to the caller.
+    pub result: std::result::Result<u32, i32>,
+}
+
+/// A CPU mapping of device memory, write-combined where the hardware offers it.
+#[derive(Clone)]
+pub struct Mapping {
+    base: NonNull<u8>,
+    len: usize,
+    /// Keeps the mapping alive; unmaps when the last clone goes.
+    _owner: Arc<dyn Send + Sync>,
+}
+
+// SAFETY: the address is valid for as long as `_owner` lives, on every thread; who may access which
+// bytes when is decided by the store's in-flight counters and the block layer, not by this handle.
+unsafe impl Send for Mapping {}
+// SAFETY: as above; the handle itself is never written.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// A mapping of `len` bytes at `base` that `owner` keeps alive.
+    ///
+    /// # Safety
+    /// `base..base + len` must be mapped readable and writable until `owner` is dropped.
+    pub unsafe fn new(base: NonNull<u8>, len: usize, owner: Arc<dyn Send + Sync>) -> Mapping {
+        Mapping {
+            base,
+            len,
+            _owner: owner,
+        }
+    }
+
+    /// The address of byte `offset`, if `len` bytes from there are inside the mapping.
+    pub fn at(&self, offset: u64, len: usize) -> Option<*mut u8> {
+        let offset = usize::try_from(offset).ok()?;
+        if offset.checked_add(len)? > self.len {
+            return None;
+        }
+        // SAFETY: `offset <= self.len`, so the result is in or one past the mapped range.
+        Some(unsafe { self.base.as_ptr().add(offset) })
+    }
+
+    /// Bytes mapped.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether nothing is mapped.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+}
+
+/// The memory of one chunk, with its ways in. A later backend adds its copy engine's handle.
+#[derive(Clone)]
+pub struct ChunkMemory {
+    /// Bytes, the header's 4 KiB included.
+    pub size: u64,
+    /// The CPU's way in.
+    pub mapping: Mapping,
+}
+
+/// The control handle: the chunks of one device.
+pub trait Backend: Send + Sync {
+    /// Its name in `list`: `host`, `pci`.
+    fn kind(&self) -> &'static str;
+
+    /// The GPU's PCI address, where there is one.
+    fn gpu(&self) -> Option<String> {
+        None
+    }
+
+    /// The copy path in words, for `show`: `avx512`.
+    fn copy_path(&self) -> String;
+
+    /// The chunks, in the order of the device's addresses, as the layout asked for them.
+    fn chunks(&self) -> &[ChunkMemory];
+
+    /// The data handle for one queue thread that keeps up to `copies` copies in flight. All memory
+    /// it will ever need is allocated here.
+    fn open_queue(&self, queue: QueueId, copies: usize) -> Result<Box<dyn BackendQueue>>;
+}
+
+/// The data handle of one queue thread.
+pub trait BackendQueue: Send {
+    /// Starts a copy. It never blocks and never fails: a failure is a completion.
+    ///
+    /// # Safety
+    /// `copy.memory` must be valid for `copy.len` bytes and untouched by others until the copy's
+    /// completion was polled; `chunk` must be the memory of `copy.chunk`.
+    unsafe fn submit(&mut self, copy: &Copy, chunk: &ChunkMemory);
+
+    /// Appends the copies that have completed since the last call, within the capacity of `done`;
+    /// what does not fit stays for the next call. The bytes of a completed write are ordered before
+    /// any later access by any path.
+    fn poll(&mut self, done: &mut Vec<Completion>);
+
+    /// Copies submitted and not yet polled as complete.
+    fn in_flight(&self) -> usize;
+
+    /// A non-blocking eventfd or timerfd that becomes readable when a copy completes while nobody
+    /// polls; `None` for a backend whose copies complete in `submit`. Whoever waited on it reads its
+    /// eight bytes before the next [`BackendQueue::poll`], and waits again after it.
+    fn completion_fd(&self) -> Option<RawFd> {
+        None
+    }
+}
+
+/// What must outlive a worker so that another one can map the same memory again.
+pub enum MemoryHandles {
+    /// One memfd for each chunk.
+    Host(host::HostMemory),
+    /// The claim on a PCI function's BAR.
+    Pci(pci::PciMemory),
+}
+
+impl MemoryHandles {
+    /// Bytes a device may take (chunk headers included) from what `spec` names.
+    ///
+    /// # Errors
+    /// The reason why that memory cannot be used at all.
+    pub fn available(spec: &BackendSpec) -> Result<u64> {
+        match spec {
+            BackendSpec::Host => host::available(),
+            BackendSpec::Pci { address, bar } => pci::available(address, *bar),
+        }
+    }
+
+    /// Takes the memory for `layout`.
+    ///
+    /// # Errors
+    /// Why it cannot be had: taken, too small, owned by a driver.
+    pub fn create(spec: &DeviceSpec, layout: &Layout) -> Result<MemoryHandles> {
+        match &spec.backend {
+            BackendSpec::Host => host::HostMemory::create(layout).map(MemoryHandles::Host),
+            BackendSpec::Pci { address, bar } => {
+                pci::PciMemory::claim(address, *bar, layout).map(MemoryHandles::Pci)
+            }
+        }
+    }
+
+    /// Maps the memory for a worker.
+    pub fn open(&self, layout: &Layout) -> Result<Box<dyn Backend>> {
+        match self {
+            MemoryHandles::Host(memory) => Ok(Box::new(memory.open(layout)?)),
+            MemoryHandles::Pci(memory) => Ok(Box::new(memory.open(layout)?)),
+        }
+    }
+}
