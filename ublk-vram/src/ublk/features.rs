@@ -1,0 +1,105 @@
+//! What the driver can do, asked of the driver and never derived from a kernel version.
+
+use std::time::Duration;
+
+use libublk::sys;
+use serde::Serialize;
+
+use super::command::{Command, send};
+use crate::error::Result;
+
+/// Names of the feature bits (include/uapi/linux/ublk_cmd.h of Linux 7.3), by bit number.
+const NAMES: [&str; 21] = [
+    "SUPPORT_ZERO_COPY",
+    "URING_CMD_COMP_IN_TASK",
+    "NEED_GET_DATA",
+    "USER_RECOVERY",
+    "USER_RECOVERY_REISSUE",
+    "UNPRIVILEGED_DEV",
+    "CMD_IOCTL_ENCODE",
+    "USER_COPY",
+    "ZONED",
+    "USER_RECOVERY_FAIL_IO",
+    "UPDATE_SIZE",
+    "AUTO_BUF_REG",
+    "QUIESCE",
+    "PER_IO_DAEMON",
+    "BUF_REG_OFF_DAEMON",
+    "BATCH_IO",
+    "INTEGRITY",
+    "SAFE_STOP_DEV",
+    "NO_AUTO_PART_SCAN",
+    "SHMEM_ZC",
+    "IO_DESC_SIZE",
+];
+
+/// TRY_STOP_DEV is there: the driver itself refuses to stop a disk that somebody has open.
+pub const SAFE_STOP_DEV: u64 = 1 << 17;
+
+/// The driver's features.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct Features {
+    /// The bits; `None` from drivers before Linux 6.5, which cannot be asked.
+    pub bits: Option<u64>,
+}
+
+impl Features {
+    /// Whether a feature bit is set.
+    pub fn has(self, bit: u64) -> bool {
+        self.bits.is_some_and(|bits| bits & bit != 0)
+    }
+
+    /// The names of the set bits.
+    pub fn names(self) -> Vec<String> {
+        names(self.bits.unwrap_or(0))
+    }
+}
+
+/// Names of the bits set in `bits`; `bit N` for those this program does not know.
+pub fn names(bits: u64) -> Vec<String> {
+    (0..64u32)
+        .filter(|bit| bits & (1 << bit) != 0)
+        .map(|bit| {
+            NAMES
+                .get(bit as usize)
+                .map_or_else(|| format!("bit {bit}"), |&name| name.to_owned())
+        })
+        .collect()
+}
+
+/// Asks the driver (GET_FEATURES).
+///
+/// # Errors
+/// That the driver is not loaded, or may not be asked.
+pub fn probe() -> Result<Features> {
+    let command = Command {
+        op: sys::UBLK_U_CMD_GET_FEATURES,
+        device: u32::MAX,
+        data: 0,
+        buffer: Some(Box::new(0u64)),
+    };
+    let answer = send(command, "GET_FEATURES", Duration::from_secs(10))?;
+    Ok(Features {
+        bits: answer
+            .buffer
+            .filter(|_| answer.result >= 0)
+            .map(|bits| *bits),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bits_have_the_kernels_names() {
+        assert_eq!(
+            names(1 << 3 | 1 << 17 | 1 << 40),
+            ["USER_RECOVERY", "SAFE_STOP_DEV", "bit 40"]
+        );
+        assert_eq!(
+            NAMES.get(SAFE_STOP_DEV.trailing_zeros() as usize),
+            Some(&"SAFE_STOP_DEV")
+        );
+    }
+}

@@ -1,0 +1,332 @@
+//! One thread for each queue: takes every ready request, lets the engine work, gives every result
+//! back with one system call.
+//!
+//! ```text
+//!   io_uring_enter(commits and fetches, wait for 1)      <- the only place where it sleeps
+//!     every completion: a tag that is ready, or the engine's wake-up
+//!   engine.submit(each ready request)
+//!   engine.advance()                                     copies complete, slices of zeroes go on
+//!   one COMMIT_AND_FETCH entry for each finished tag
+//! ```
+//!
+//! Only a completion wakes the thread. While the engine has work that nobody will announce, the
+//! thread does not sleep but looks again. Between the first fetch and the end it does not allocate,
+//! log or take a lock.
+//!
+//! libublk's queue gives the ring and the mapped descriptors. The commands are built here: libublk
+//! would keep a second account of every tag, and its fetch takes only buffers it allocated itself.
+
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, channel};
+use std::thread::JoinHandle;
+
+use io_uring::{IoUring, opcode, squeue, types};
+use libublk::io::{UblkDev, UblkQueue, ublk_init_task_ring};
+use libublk::{UblkError, sys};
+
+use super::device::Shape;
+use crate::backend::QueueId;
+use crate::engine::{Engine, Finished, Op, Request, StatsTable};
+use crate::error::{Error, ErrorKind, Result};
+use crate::store::shared::SharedMapping;
+
+/// Marks an entry as ours: libublk counts the others (`UblkUringData::Target`).
+const OURS: u64 = 1 << 63;
+/// The entry watches the engine's completion descriptor.
+const WAKE: u64 = 1 << 32;
+/// Bytes of a queue thread's stack; all of it is locked memory.
+const STACK_BYTES: usize = 256 << 10;
+/// Ring entries beside one for each tag: the wake-up, and room for its renewal.
+const SPARE_ENTRIES: u32 = 4;
+/// UBLK_IO_F_SWAP in `op_flags` (include/uapi/linux/ublk_cmd.h): a write that is swap.
+const OP_FLAG_SWAP: u32 = 1 << 16;
+const SECTOR: u64 = 512;
+/// UBLK_IO_RES_OK as a completion carries it.
+const RES_OK: i32 = sys::UBLK_IO_RES_OK as i32;
+
+/// A running queue thread.
+pub struct QueueHandle {
+    thread: JoinHandle<()>,
+    ready: Receiver<()>,
+}
+
+impl QueueHandle {
+    /// Waits until the thread has sent its fetches (true) or ended before it could (false, and
+    /// `on_end` tells why).
+    pub fn wait_ready(self) -> (JoinHandle<()>, bool) {
+        let is_ready = self.ready.recv().is_ok();
+        (self.thread, is_ready)
+    }
+}
+
+/// Starts the thread of `queue`. It ends when the driver has aborted every tag: the disk is gone.
+/// `on_end` is called on it last of all, with an error if it ended (or panicked) in any other way:
+/// requests of this queue are then never answered while the process lives.
+///
+/// # Errors
+/// If the thread cannot be made.
+pub fn start_queue(
+    device: Arc<UblkDev>,
+    queue: QueueId,
+    shape: Shape,
+    arena: Arc<SharedMapping>,
+    engine: Engine,
+    stats: Arc<StatsTable>,
+    on_end: impl FnOnce(Result<()>) + Send + 'static,
+) -> Result<QueueHandle> {
+    let (announce, ready) = channel();
+    let thread = std::thread::Builder::new()
+        .name(format!("ublk-queue-{}", queue.0))
+        .stack_size(STACK_BYTES)
+        .spawn(move || {
+            let serve = move || {
+                let tid = libublk::ctrl::UblkCtrl::init_queue_thread();
+                stats.of(queue).set_tid(tid);
+                let server = Server::new(&device, queue, shape, arena, engine, stats)?;
+                server.run(|| {
+                    // Nobody waiting any more is no reason to stop.
+                    let _ = announce.send(());
+                })
+            };
+            let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(serve));
+            on_end(outcome.unwrap_or_else(|_| {
+                Err(Error::new(
+                    ErrorKind::Io,
+                    format!("the thread of queue {} panicked", queue.0),
+                ))
+            }));
+        })
+        .map_err(|error| {
+            Error::os(
+                format!("cannot start the thread of queue {}", queue.0),
+                error,
+            )
+        })?;
+    Ok(QueueHandle { thread, ready })
+}
+
+struct Server<'a> {
+    queue: UblkQueue<'a>,
+    id: QueueId,
+    shape: Shape,
+    arena: Arc<SharedMapping>,
+    engine: Engine,
+    stats: Arc<StatsTable>,
+    ready: Vec<u16>,
+    finished: Vec<Finished>,
+    /// Tags that the driver has taken back.
+    aborted: u16,
+    /// A command that the driver refused: its tag and negative errno.
+    refused: Option<(u16, i32)>,
+    wake_armed: bool,
+}
+
+impl<'a> Server<'a> {
+    fn new(
+        device: &'a UblkDev,
+        id: QueueId,
+        shape: Shape,
+        arena: Arc<SharedMapping>,
+        engine: Engine,
+        stats: Arc<StatsTable>,
+    ) -> Result<Server<'a>> {
+        let entries = u32::from(shape.depth) + SPARE_ENTRIES;
+        ublk_init_task_ring(|cell| {
+            let ring: IoUring = IoUring::builder()
+                // Twice the entries: the completion queue never overflows into allocated memory.
+                .setup_cqsize(entries.next_power_of_two() * 2)
+                .setup_coop_taskrun()
+                .setup_single_issuer()
+                .build(entries)
+                .map_err(UblkError::IOError)?;
+            cell.set(ring.into())
+                .map_err(|_| UblkError::OtherError(-libc::EEXIST))
+        })
+        .and_then(|()| UblkQueue::new(id.0, device))
+        .map(|queue| {
+            let depth = usize::from(shape.depth);
+            Server {
+                queue,
+                id,
+                shape,
+                arena,
+                engine,
+                stats,
+                ready: Vec::with_capacity(depth),
+                finished: Vec::with_capacity(depth),
+                aborted: 0,
+                refused: None,
+                wake_armed: false,
+            }
+        })
+        .map_err(|error| {
+            Error::new(
+                ErrorKind::Io,
+                format!("cannot set up queue {}: {error}", id.0),
+            )
+        })
+    }
+
+    fn run(mut self, announce: impl FnOnce()) -> Result<()> {
+        for tag in 0..self.shape.depth {
+            self.command(sys::UBLK_U_IO_FETCH_REQ, tag, -1)?;
+        }
+        self.arm_wake()?;
+        self.enter(0)?;
+        if self.aborted > 0 {
+            return Err(Error::new(
+                ErrorKind::Io,
+                format!("queue {}: the driver takes no fetches", self.id.0),
+            ));
+        }
+        announce();
+        while self.aborted < self.shape.depth {
+            let wait = usize::from(!self.engine.has_work() && self.ready.is_empty());
+            self.enter(wait)?;
+            self.take_ready();
+            self.clear_wake();
+            self.engine.advance(&mut self.finished);
+            self.commit()?;
+            self.arm_wake()?;
+        }
+        Ok(())
+    }
+
+    /// Submits what is queued, waits for `wait` completions, and sorts them.
+    fn enter(&mut self, wait: usize) -> Result<()> {
+        let (ready, aborted) = (&mut self.ready, &mut self.aborted);
+        let (refused, armed) = (&mut self.refused, &mut self.wake_armed);
+        let outcome = self.queue.flush_and_wake_io_tasks(
+            |user_data, completion, _last| {
+                let tag = (user_data & u64::from(u16::MAX)) as u16;
+                match completion.result() {
+                    _ if user_data & WAKE != 0 => *armed = false,
+                    RES_OK => ready.push(tag),
+                    sys::UBLK_IO_RES_ABORT => *aborted = aborted.saturating_add(1),
+                    errno => *refused = Some((tag, errno)),
+                }
+            },
+            wait,
+        );
+        if let Some((tag, errno)) = self.refused {
+            // Its request would wait for ever: privileged ublk requests have no time limit.
+            let cause = std::io::Error::from_raw_os_error(-errno);
+            return Err(Error::new(
+                ErrorKind::Io,
+                format!("queue {}: the driver refuses tag {tag}: {cause}", self.id.0),
+            ));
+        }
+        match outcome {
+            Ok(_) | Err(UblkError::UringTimeout) => Ok(()),
+            // EAGAIN and EBUSY are the kernel short of memory for a moment: what was queued is still
+            // in the ring, and is sent by the next call.
+            Err(UblkError::IOError(error))
+                if [libc::EINTR, libc::EAGAIN, libc::EBUSY]
+                    .contains(&error.raw_os_error().unwrap_or(0)) =>
+            {
+                Ok(())
+            }
+            Err(error) => Err(Error::new(
+                ErrorKind::Io,
+                format!("queue {}: io_uring_enter: {error}", self.id.0),
+            )),
+        }
+    }
+
+    fn take_ready(&mut self) {
+        if self.ready.is_empty() {
+            return;
+        }
+        self.stats.of(self.id).batch(self.ready.len() as u64);
+        for tag in self.ready.drain(..) {
+            let descriptor = self.queue.get_iod(tag);
+            let op = match descriptor.op_flags & 0xff {
+                sys::UBLK_IO_OP_READ => Op::Read,
+                sys::UBLK_IO_OP_WRITE => Op::Write,
+                sys::UBLK_IO_OP_FLUSH => Op::Flush,
+                sys::UBLK_IO_OP_DISCARD | sys::UBLK_IO_OP_WRITE_ZEROES => Op::Zero,
+                _ => Op::Refuse(libc::EOPNOTSUPP),
+            };
+            let len = u64::from(descriptor.nr_sectors) * SECTOR;
+            let fits = len <= u64::from(self.shape.max_io) || !matches!(op, Op::Read | Op::Write);
+            let buffer = self.shape.buffer_offset(self.id.0, tag);
+            let request = Request {
+                tag,
+                op: if fits { op } else { Op::Refuse(libc::EIO) },
+                swap: descriptor.op_flags & OP_FLAG_SWAP != 0,
+                offset: descriptor.start_sector.saturating_mul(SECTOR),
+                len,
+                // SAFETY: `buffer` is inside the arena, which `Shape` cut for every queue and tag.
+                memory: unsafe { self.arena.as_ptr().add(buffer) },
+            };
+            // SAFETY: the tag's buffer has `max_io` bytes and is its alone; the kernel does not
+            // touch it between delivering the request and the commit; a delivered tag is not in
+            // flight in the engine, because it was committed before.
+            unsafe { self.engine.submit(request) };
+        }
+    }
+
+    fn commit(&mut self) -> Result<()> {
+        // Taken out so that `command` can borrow; the memory stays the same.
+        let mut finished = std::mem::take(&mut self.finished);
+        let mut outcome = Ok(());
+        for done in finished.drain(..) {
+            outcome = outcome.and(self.command(
+                sys::UBLK_U_IO_COMMIT_AND_FETCH_REQ,
+                done.tag,
+                done.result,
+            ));
+        }
+        self.finished = finished;
+        outcome
+    }
+
+    fn command(&self, op: u32, tag: u16, result: i32) -> Result<()> {
+        let offset = self.shape.buffer_offset(self.id.0, tag);
+        let command = sys::ublksrv_io_cmd {
+            q_id: self.id.0,
+            tag,
+            result,
+            addr: self.arena.as_ptr().wrapping_add(offset) as u64,
+        };
+        // SAFETY: `ublksrv_io_cmd` is 16 bytes of plain data without padding (uapi struct).
+        let bytes = unsafe { std::mem::transmute::<sys::ublksrv_io_cmd, [u8; 16]>(command) };
+        let entry = opcode::UringCmd16::new(types::Fixed(0), op)
+            .cmd(bytes)
+            .build()
+            .user_data(OURS | u64::from(tag));
+        self.push(entry)
+    }
+
+    /// Takes the event that fired out of the completion descriptor. This comes before the engine
+    /// looks for completions: an event that arrives after is still there when the watch is renewed.
+    fn clear_wake(&self) {
+        if let Some(fd) = self.engine.completion_fd().filter(|_| !self.wake_armed) {
+            let mut count = 0u64;
+            // SAFETY: eight bytes of our own stack; the descriptor (an eventfd or timerfd) is
+            // non-blocking, so this never waits.
+            unsafe { libc::read(fd, std::ptr::from_mut(&mut count).cast(), size_of::<u64>()) };
+        }
+    }
+
+    /// Watches the engine's completion descriptor, if it has one and it is not watched already.
+    fn arm_wake(&mut self) -> Result<()> {
+        let Some(fd) = self.engine.completion_fd().filter(|_| !self.wake_armed) else {
+            return Ok(());
+        };
+        let entry = opcode::PollAdd::new(types::Fd(fd), libc::POLLIN as u32)
+            .build()
+            .user_data(OURS | WAKE);
+        self.wake_armed = true;
+        self.push(entry)
+    }
+
+    fn push(&self, entry: squeue::Entry) -> Result<()> {
+        self.queue.ublk_submit_sqe_sync(entry).map_err(|error| {
+            Error::new(
+                ErrorKind::Io,
+                format!("queue {}: no room in its ring: {error}", self.id.0),
+            )
+        })
+    }
+}
