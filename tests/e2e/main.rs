@@ -1,0 +1,86 @@
+//! End-to-end cases: the real server on a real kernel's ublk_drv, each case in a machine of its own.
+//!
+//! `cargo xtask test` builds the programs and runs all of them. One case:
+//! `cargo test -p ublk-vram-tests --test e2e -- swap::storm`. A failed case keeps its console under
+//! `target/vmrig/logs/`.
+
+mod edges;
+mod faults;
+mod guest;
+mod io;
+mod lifecycle;
+mod refusals;
+mod remove;
+mod swap;
+
+use std::sync::{Arc, Mutex};
+
+use libtest_mimic::{Arguments, Failed, Trial};
+use vmrig::{Kernel, KernelSpec};
+
+/// The kernels the cases run on, newest first: Debian suites.
+const SUITES: [&str; 2] = ["trixie-backports", "trixie"];
+
+/// On which kernels a case runs.
+#[derive(Clone, Copy, PartialEq)]
+enum On {
+    /// On the newest alone.
+    Newest,
+    /// On each.
+    Every,
+}
+
+type Case = (&'static str, On, fn(&Kernel) -> anyhow::Result<()>);
+
+fn main() {
+    let mut arguments = Arguments::from_args();
+    // A machine has two CPUs, and so may this host have: more machines at once only slow each other.
+    arguments.test_threads.get_or_insert(2);
+    let cases: Vec<Case> = [
+        swap::CASES,
+        io::CASES,
+        edges::CASES,
+        faults::CASES,
+        remove::CASES,
+        lifecycle::CASES,
+        refusals::CASES,
+    ]
+    .concat();
+    let trials = SUITES
+        .iter()
+        .enumerate()
+        .flat_map(|(age, suite)| {
+            // Fetched by the first case that needs it, once.
+            let kernel: Arc<Mutex<Option<Kernel>>> = Arc::default();
+            cases
+                .iter()
+                .filter(move |(_, on, _)| age == 0 || *on == On::Every)
+                .map(move |&(name, _, run)| {
+                    let kernel = Arc::clone(&kernel);
+                    Trial::test(format!("{name}@{suite}"), move || {
+                        let kernel = resolve(&kernel, suite).map_err(failed)?;
+                        // At once as well as in the summary: a run of all cases takes long.
+                        run(&kernel)
+                            .inspect_err(|error| eprintln!("{name}@{suite}: {error:#}"))
+                            .map_err(failed)
+                    })
+                })
+        })
+        .collect();
+    libtest_mimic::run(&arguments, trials).exit();
+}
+
+fn resolve(kernel: &Mutex<Option<Kernel>>, suite: &str) -> anyhow::Result<Kernel> {
+    let mut kernel = kernel
+        .lock()
+        .unwrap_or_else(std::sync::PoisonError::into_inner);
+    if let Some(kernel) = &*kernel {
+        return Ok(kernel.clone());
+    }
+    let resolved = KernelSpec::Suite(suite.to_owned()).resolve()?;
+    Ok(kernel.insert(resolved).clone())
+}
+
+fn failed(error: anyhow::Error) -> Failed {
+    Failed::from(format!("{error:#}"))
+}

@@ -1,0 +1,76 @@
+//! What the end-to-end cases run inside the guest: programs that use a device in ways no packaged
+//! tool does, and say in JSON what they saw.
+
+mod edges;
+mod hog;
+mod misc;
+
+use std::path::PathBuf;
+
+use clap::{Parser, Subcommand};
+
+#[derive(Parser)]
+struct Args {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Fill memory, check every page, several rounds.
+    Hog {
+        /// MiB to use.
+        #[arg(long)]
+        mib: usize,
+        /// How often every page is written and checked.
+        #[arg(long, default_value_t = 1)]
+        rounds: u32,
+        /// After the last round, touch nothing more and keep the memory until a line comes on
+        /// standard input; then check it once more.
+        #[arg(long)]
+        keep: bool,
+    },
+    /// Read and write at and across the end of a block device, aligned and not.
+    Edges {
+        /// The block device.
+        device: PathBuf,
+    },
+    /// Open a file and hold it for some seconds.
+    Hold {
+        /// The file.
+        path: PathBuf,
+        /// Seconds.
+        seconds: u64,
+    },
+    /// swapon and swapoff in a loop until the device is gone; says how often each happened.
+    SwapLoop {
+        /// The block device.
+        device: PathBuf,
+        /// Give up after so many seconds.
+        seconds: u64,
+    },
+    /// Run a command in a session of its own on a new terminal, then hang the terminal up and kill
+    /// the session's cgroup, as a login session ends.
+    Session {
+        /// The command.
+        #[arg(trailing_var_arg = true, required = true)]
+        command: Vec<String>,
+    },
+    /// Run a command in a mount namespace of its own, forked from this one.
+    Unshare {
+        /// The command.
+        #[arg(trailing_var_arg = true, required = true)]
+        command: Vec<String>,
+    },
+}
+
+fn main() -> anyhow::Result<()> {
+    match Args::parse().command {
+        Command::Hog { mib, rounds, keep } => hog::run(mib, rounds, keep),
+        Command::Edges { device } => edges::run(&device),
+        Command::Hold { path, seconds } => misc::hold(&path, seconds),
+        Command::SwapLoop { device, seconds } => misc::swap_loop(&device, seconds),
+        Command::Session { command } => misc::session(&command),
+        Command::Unshare { command } => misc::unshare(&command),
+    }
+}
