@@ -66,7 +66,21 @@ fn bad_input(kernel: &Kernel) -> Result<()> {
 fn pci_functions(kernel: &Kernel) -> Result<()> {
     let guest = Guest::boot(kernel, "pci-functions", 1, |vm| {
         vm.device(Device::Vga { vram_mib: 64 })
+            .device(Device::Qxl { vram_mib: 128 })
+            .module("uio_pci_generic")
     })?;
+    // A driver owns the function; once it lets go, the function can be used.
+    let qxl = guest.pci_address(2);
+    let driver = "/sys/bus/pci/drivers/uio_pci_generic";
+    guest.must(&format!(
+        "echo uio_pci_generic > /sys/bus/pci/devices/{qxl}/driver_override; echo {qxl} > {driver}/bind"
+    ))?;
+    let add = format!("vramctl add d --gpu {qxl} --size 100M --io-memory 1M");
+    guest.refused(&add, 1, &["uio_pci_generic", "unbind"])?;
+    guest.must(&format!(
+        "echo {qxl} > {driver}/unbind; echo > /sys/bus/pci/devices/{qxl}/driver_override"
+    ))?;
+    guest.must(&format!("{add} && vramctl remove d"))?;
     guest.refused(
         "vramctl add d --gpu 0000:1f:1f.0 --size 32M",
         3,

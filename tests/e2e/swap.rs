@@ -208,9 +208,15 @@ fn mechanism(console: &str) -> Result<()> {
 /// SIGTERM under swap: the helper swaps off, the server ends with everything in order.
 fn sigterm_drains(kernel: &Kernel) -> Result<()> {
     let guest = Guest::boot(kernel, "swap-sigterm", 256, |vm| vm.memory(512))?;
-    guest.add(
-        "swap0",
-        &format!("{} --size max --io-memory 4M", guest.gpu(0)),
+    // Started by hand, so that its exit status can be seen.
+    let spec = format!(
+        r#"{{"name":"swap0","size":"max","arena":4194304,"backend":{{"kind":"pci","address":"{}"}}}}"#,
+        guest.pci_address(0)
+    );
+    let server = guest.spawn_sh(&format!("echo '{spec}' | ublk-vram serve"))?;
+    guest.must_within(
+        "until vramctl list --json | grep -q '\"live\"'; do sleep 0.2; done",
+        60,
     )?;
     guest.must("vramctl swap on swap0")?;
     let pid = guest.show("swap0")?["pid"].clone();
@@ -227,10 +233,7 @@ fn sigterm_drains(kernel: &Kernel) -> Result<()> {
     )?;
     guest.must("echo max > /sys/fs/cgroup/small/memory.high")?;
     guest.must(&format!("kill -TERM {pid}"))?;
-    guest.must_within(
-        &format!("while kill -0 {pid} 2>/dev/null; do sleep 0.2; done"),
-        120,
-    )?;
+    server.wait(Duration::from_secs(120))?.ok()?;
     guest.must("echo > /tmp/go")?;
     let kept = keeper.wait(Duration::from_secs(60))?.ok()?.stdout;
     ensure!(

@@ -196,7 +196,7 @@ mod tests {
 
     #[test]
     fn all_stages_unless_told_otherwise() {
-        let all = ["fmt", "clippy", "doc", "unit", "build", "e2e"];
+        let all = ["fmt", "clippy", "doc", "unit", "safety", "build", "e2e"];
         assert_eq!(names(None, None), all);
         assert_eq!(names(Some("doc"), None), ["doc"]);
         assert_eq!(names(Some("e2e"), None), ["build", "e2e"]);
