@@ -60,6 +60,11 @@ pub const GUEST: [Program; 18] = [
     ("umount", "mount"),
     ("unshare", "util-linux"),
 ];
+/// Vulkan in software, which the tests of the Vulkan backend run on: files and their packages.
+const VULKAN: [(&str, &str); 2] = [
+    ("libvulkan.so.1", "libvulkan1"),
+    ("libvulkan_lvp.so", "mesa-vulkan-drivers"),
+];
 /// Verifies what Debian kernels are fetched with.
 const KEYRING: (&str, &str) = (
     "/usr/share/keyrings/debian-archive-keyring.gpg",
@@ -129,6 +134,18 @@ pub fn ensure_component(component: &str, subcommand: &str) -> Result<()> {
         bail!("the toolchain has no {component} and rustup cannot add it: {reason}");
     }
     Ok(())
+}
+
+/// Makes sure that there is Vulkan in software.
+///
+/// # Errors
+/// When it is missing and cannot be installed.
+pub fn ensure_vulkan() -> Result<()> {
+    let folders = ["/usr/lib", "/usr/lib64", "/usr/lib/x86_64-linux-gnu"].map(Path::new);
+    let is_there = |file: &str| folders.iter().any(|folder| folder.join(file).exists());
+    let missing = VULKAN.iter().filter(|(file, _)| !is_there(file));
+    let packages: Vec<&str> = missing.map(|(_, package)| *package).collect();
+    install(&packages)
 }
 
 /// Whether bindgen will find libclang: in `LIBCLANG_PATH`, or where distributions put it.

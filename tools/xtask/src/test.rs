@@ -162,6 +162,9 @@ fn prepare(stages: &[&Stage]) -> Result<()> {
     if stages.iter().any(|stage| stage.name != "fmt") {
         deps::ensure_build_tools()?;
     }
+    if has("unit") {
+        deps::ensure_vulkan()?;
+    }
     // The unit tests boot machines too: those of vmrig.
     if has("unit") || has("e2e") {
         deps::ensure_programs(&[&deps::BOOT, &deps::SWAP, &deps::GUEST])?;

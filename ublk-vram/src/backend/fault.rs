@@ -101,6 +101,10 @@ impl Backend for FaultBackend {
         self.inner.gpu()
     }
 
+    fn residency(&self) -> Option<&'static str> {
+        self.inner.residency()
+    }
+
     fn copy_path(&self) -> String {
         format!("{}, fault layer", self.inner.copy_path())
     }

@@ -28,6 +28,7 @@ pub mod fault;
 pub mod host;
 pub mod mapped;
 pub mod pci;
+pub mod vulkan;
 
 /// The number of a queue, and of the thread that serves it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -132,11 +133,17 @@ pub struct ChunkMemory {
 
 /// The control handle: the chunks of one device.
 pub trait Backend: Send + Sync {
-    /// Its name in `list`: `host`, `pci`.
+    /// Its name in `list`: `host`, `pci`, `vulkan`.
     fn kind(&self) -> &'static str;
 
-    /// The GPU's PCI address, where there is one.
+    /// The GPU's PCI address, else its name, where there is one.
     fn gpu(&self) -> Option<String> {
+        None
+    }
+
+    /// Whether a driver may move the memory away: `pinned`, `evictable`, or `system` for memory that
+    /// is system memory. `None` where there is no driver to do so.
+    fn residency(&self) -> Option<&'static str> {
         None
     }
 
@@ -182,6 +189,8 @@ pub enum MemoryHandles {
     Host(host::HostMemory),
     /// The claim on a PCI function's BAR.
     Pci(pci::PciMemory),
+    /// The opened GPU.
+    Vulkan(vulkan::VulkanMemory),
 }
 
 impl MemoryHandles {
@@ -193,6 +202,10 @@ impl MemoryHandles {
         match spec {
             BackendSpec::Host => host::available(),
             BackendSpec::Pci { address, bar } => pci::available(address, *bar),
+            BackendSpec::Vulkan {
+                gpu,
+                allow_cpu_device,
+            } => vulkan::available(gpu, *allow_cpu_device),
         }
     }
 
@@ -206,6 +219,11 @@ impl MemoryHandles {
             BackendSpec::Pci { address, bar } => {
                 pci::PciMemory::claim(address, *bar, layout).map(MemoryHandles::Pci)
             }
+            BackendSpec::Vulkan {
+                gpu,
+                allow_cpu_device,
+            } => vulkan::VulkanMemory::create(gpu, *allow_cpu_device, layout)
+                .map(MemoryHandles::Vulkan),
         }
     }
 
@@ -214,6 +232,19 @@ impl MemoryHandles {
         match self {
             MemoryHandles::Host(memory) => Ok(Box::new(memory.open(layout)?)),
             MemoryHandles::Pci(memory) => Ok(Box::new(memory.open(layout)?)),
+            MemoryHandles::Vulkan(memory) => Ok(Box::new(memory.open(layout)?)),
+        }
+    }
+
+    /// Bytes of system memory that the device's own storage takes.
+    pub fn system_bytes(&self, layout: &Layout) -> u64 {
+        match self {
+            MemoryHandles::Host(_) => layout.total_bytes(),
+            MemoryHandles::Pci(_) => 0,
+            MemoryHandles::Vulkan(memory) => match memory.gpu().kind {
+                vulkan::GpuKind::Cpu => layout.total_bytes(),
+                _ => 0,
+            },
         }
     }
 }

@@ -21,10 +21,14 @@ pub struct StaticInfo {
     pub minor: u32,
     /// Bytes of the block device.
     pub size: u64,
-    /// `host`, `pci`, ...
+    /// `host`, `pci`, `vulkan`, ...
     pub backend: String,
-    /// PCI address of the GPU, where there is one.
+    /// PCI address of the GPU, else its name, where there is one.
     pub gpu: Option<String>,
+    /// Whether the GPU's driver may move the memory away: `pinned`, `evictable`, `system`; absent
+    /// where no driver has it.
+    #[serde(default)]
+    pub residency: Option<String>,
     /// Random identity of this device's contents, as hexadecimal groups (RFC 9562 text form).
     pub uuid: String,
     /// Hardware queues.

@@ -65,6 +65,15 @@ pub enum BackendSpec {
         /// Which BAR; absent: the largest prefetchable memory BAR.
         bar: Option<u8>,
     },
+    /// Memory of a GPU through its Vulkan driver.
+    #[serde(rename_all = "kebab-case")]
+    Vulkan {
+        /// Index among the GPUs that Vulkan knows, PCI address, UUID, or `auto`.
+        gpu: String,
+        /// Take a device that is software on the CPU, for tests.
+        #[serde(default)]
+        allow_cpu_device: bool,
+    },
 }
 
 /// Switches that take a protection away or inject faults. Never for a device anybody relies on.

@@ -12,7 +12,7 @@ use super::start::{StartLine, StartPipe};
 use super::status::{Desk, Status};
 use super::swapoff::SwapoffHelper;
 use crate::backend::fault::{FaultBackend, FaultControl};
-use crate::backend::{Backend, MemoryHandles, QueueId};
+use crate::backend::{Backend, QueueId};
 use crate::control;
 use crate::copy::CopyRoutines;
 use crate::device::StaticInfo;
@@ -57,10 +57,7 @@ pub(super) fn bring_up<'a>(
         backend = Box::new(FaultBackend::new(backend, Arc::clone(fault)));
     }
     let table = Arc::new(ChunkTable::new(backend.chunks(), session.shape.queues));
-    let storage = match session.memory {
-        MemoryHandles::Host(_) => session.layout.total_bytes(),
-        MemoryHandles::Pci(_) => 0,
-    };
+    let storage = session.memory.system_bytes(&session.layout);
     let status = Arc::new(Status::new(Arc::clone(&stats), arena.len() as u64, storage));
     let helper = SwapoffHelper::start()?;
 
@@ -233,6 +230,7 @@ fn describe(
         size: session.layout.device_bytes(),
         backend: backend.kind().to_owned(),
         gpu: backend.gpu(),
+        residency: backend.residency().map(str::to_owned),
         uuid: session.uuid_text(),
         queues: session.shape.queues,
         depth: session.shape.depth,

@@ -1,0 +1,316 @@
+//! The backend on lavapipe, Vulkan in software: it must be there (libvulkan1 and
+//! mesa-vulkan-drivers), so that a machine that lacks it is noticed. What lavapipe cannot show (several
+//! heaps, cards, limits) is shown by made-up GPUs.
+
+use ash::{Entry, vk};
+
+use super::inventory::inventory;
+use super::loader::{Instance, failed, loaded};
+use super::select::select;
+use super::types::{Heap, Memory, MemoryType};
+use super::*;
+use crate::backend::conformance::check_backend;
+use crate::backend::host::HostMemory;
+use crate::store::zero_and_check;
+
+/// The name of lavapipe for [`find`].
+fn lavapipe() -> String {
+    let gpus = list().unwrap_or_else(|error| panic!("these tests need lavapipe: {error}"));
+    gpus.iter()
+        .position(|gpu| gpu.kind == GpuKind::Cpu)
+        .unwrap_or_else(|| panic!("these tests need lavapipe (mesa-vulkan-drivers), not {gpus:?}"))
+        .to_string()
+}
+
+fn open(layout: &Layout) -> VulkanBackend {
+    let memory = VulkanMemory::create(&lavapipe(), true, layout).unwrap();
+    memory.open(layout).unwrap()
+}
+
+#[test]
+fn lavapipe_passes_the_suite() {
+    let layout = Layout::new((13 << 20) + (5 << 12), Some(2 << 20)).unwrap();
+    let backend = open(&layout);
+    let report = check_backend(&backend, &layout);
+    assert!(report.passed(), "{report}");
+    assert_eq!(backend.residency(), Some("system"));
+    assert!(
+        backend
+            .copy_path()
+            .ends_with(", system memory of a CPU device")
+    );
+}
+
+#[test]
+fn memory_outlives_the_handles_it_came_from() {
+    let layout = Layout::new(5 << 20, Some(2 << 20)).unwrap();
+    let chunks = open(&layout).chunks().to_vec();
+    zero_and_check(&chunks, &CopyRoutines::best()).unwrap();
+}
+
+#[test]
+fn lavapipe_is_described() {
+    let gpu = find(&lavapipe(), true).unwrap();
+    assert!(gpu.name.starts_with("llvmpipe"), "{gpu:?}");
+    assert_eq!(gpu.residency, Residency::System);
+    assert!(gpu.exportable, "{gpu:?}");
+    assert!(gpu.max_allocation >= 1 << 30, "{gpu:?}");
+    assert!(gpu.host_visible >= 1 << 30, "{gpu:?}");
+    assert_eq!(gpu.reason, None);
+    assert!(!gpu.driver.is_empty() && !gpu.driver_version.is_empty());
+    assert!(is_uuid(&gpu.gpu_uuid()));
+    assert_eq!(takeable(&gpu), gpu.host_visible_free);
+    let instance = Instance::new().unwrap();
+    assert_eq!(inventory(&instance).unwrap().len(), list().unwrap().len());
+}
+
+#[test]
+fn a_cpu_device_needs_the_switch() {
+    let error = available(&lavapipe(), false).unwrap_err();
+    assert_eq!(error.kind, ErrorKind::Unsupported);
+    assert!(error.message.contains("--allow-cpu-device"), "{error}");
+    assert!(available(&lavapipe(), true).unwrap() >= 1 << 30);
+}
+
+#[test]
+fn a_chunk_that_is_too_large_is_refused_with_the_size_that_fits() {
+    let opened = Device::open(&lavapipe(), true).unwrap();
+    let mut gpu = opened.gpu.clone();
+    gpu.max_allocation = 4_292_870_144;
+    let check = |gpu: &Gpu, size, chunk| {
+        memory::check(gpu, &Layout::new(size, Some(chunk)).unwrap()).map_err(|error| error.message)
+    };
+    let message = check(&gpu, 8 << 30, 4 << 30).unwrap_err();
+    assert!(
+        message.ends_with("(4292870144 bytes): use a smaller --chunk, 2G or less"),
+        "{message}"
+    );
+    check(&gpu, 8 << 30, 2 << 30).unwrap();
+    // The last chunk is cut to what is left, so an only chunk may be small.
+    check(&gpu, 1 << 30, 4 << 30).unwrap();
+    gpu.max_allocations = 3;
+    let message = check(&gpu, 8 << 30, 2 << 30).unwrap_err();
+    assert!(message.ends_with("use a larger --chunk"), "{message}");
+}
+
+#[test]
+fn more_than_there_is_is_refused() {
+    let layout = Layout::new(3 << 40, Some(1 << 30)).unwrap();
+    let error = VulkanMemory::create(&lavapipe(), true, &layout).err();
+    assert_eq!(error.unwrap().kind, ErrorKind::NoSpace);
+}
+
+#[test]
+fn a_missing_loader_is_one_sentence() {
+    // SAFETY: there is no such library.
+    let outcome = unsafe { Entry::load_from("/nonexistent/libvulkan.so.1") };
+    let error = loaded(outcome).err().unwrap();
+    assert_eq!(error.kind, ErrorKind::Unsupported);
+    assert!(
+        error.message.starts_with(
+            "the Vulkan loader is not installed or cannot be loaded: install libvulkan1 (Debian) or \
+             vulkan-loader (/nonexistent/"
+        ),
+        "{error}"
+    );
+    assert!(!error.message.contains('\n'), "{error}");
+}
+
+#[test]
+fn results_become_kinds() {
+    for (result, kind) in [
+        (vk::Result::ERROR_OUT_OF_DEVICE_MEMORY, ErrorKind::NoSpace),
+        (vk::Result::ERROR_DEVICE_LOST, ErrorKind::Io),
+        (
+            vk::Result::ERROR_EXTENSION_NOT_PRESENT,
+            ErrorKind::Unsupported,
+        ),
+        (vk::Result::ERROR_UNKNOWN, ErrorKind::Io),
+    ] {
+        let error = failed("cannot do it", result);
+        assert_eq!(error.kind, kind, "{error}");
+        assert!(error.message.starts_with("cannot do it: "), "{error}");
+    }
+}
+
+#[test]
+fn residency_classes() {
+    use vk::DriverId as Id;
+    for (kind, driver, residency) in [
+        (GpuKind::Discrete, Id::NVIDIA_PROPRIETARY, Residency::Pinned),
+        (GpuKind::Discrete, Id::MESA_NVK, Residency::Evictable),
+        (GpuKind::Discrete, Id::MESA_RADV, Residency::Evictable),
+        (
+            GpuKind::Integrated,
+            Id::INTEL_OPEN_SOURCE_MESA,
+            Residency::Evictable,
+        ),
+        (GpuKind::Cpu, Id::MESA_LLVMPIPE, Residency::System),
+        (GpuKind::Discrete, Id::default(), Residency::Evictable),
+    ] {
+        assert_eq!(
+            Residency::of(kind, driver),
+            residency,
+            "{}",
+            driver.as_raw()
+        );
+    }
+}
+
+/// A card with 16 GiB, all of it mapped.
+fn card(address: &str, uuid: u8, free: u64) -> Gpu {
+    Gpu {
+        name: "A Card".into(),
+        address: address.parse().ok(),
+        uuid: format!("{uuid:08x}-1111-2222-3333-444444444444"),
+        vendor: 0x10de,
+        device: 1,
+        driver: "NVIDIA".into(),
+        driver_version: "580".into(),
+        kind: GpuKind::Discrete,
+        device_local: 16 << 30,
+        free: Some(free),
+        host_visible: 16 << 30,
+        host_visible_budget: 16 << 30,
+        host_visible_free: free,
+        max_allocation: 4 << 30,
+        max_allocations: 4096,
+        exportable: true,
+        residency: Residency::Pinned,
+        reason: None,
+    }
+}
+
+/// Two cards, one whose memory is not mapped, and a CPU device.
+fn machine() -> Vec<Gpu> {
+    let unmapped = Gpu {
+        reason: Some("the CPU cannot map its memory".into()),
+        ..card("0000:05:00.0", 5, 15 << 30)
+    };
+    let software = Gpu {
+        kind: GpuKind::Cpu,
+        ..card("", 9, 60 << 30)
+    };
+    vec![
+        card("0000:03:00.0", 3, 8 << 30),
+        card("0000:04:00.0", 4, 12 << 30),
+        unmapped,
+        software,
+    ]
+}
+
+#[test]
+fn a_name_means_one_gpu() {
+    let gpus = machine();
+    for (name, index) in [
+        ("0", 0),
+        ("1", 1),
+        ("04:00.0", 1),
+        ("0000:03:00.0", 0),
+        ("GPU-00000004-1111-2222-3333-444444444444", 1),
+        ("gpu-00000004-1111-2222-3333-444444444444", 1),
+        ("00000003-1111-2222-3333-444444444444", 0),
+        ("auto", 1),
+    ] {
+        assert_eq!(select(&gpus, name, false).unwrap(), index, "{name}");
+    }
+    assert_eq!(select(&gpus, "3", true).unwrap(), 3);
+}
+
+#[test]
+fn a_name_is_used_or_refused() {
+    let gpus = machine();
+    for (name, kind) in [
+        ("4", ErrorKind::NotFound),
+        ("0000:07:00.0", ErrorKind::NotFound),
+        (
+            "GPU-00000007-1111-2222-3333-444444444444",
+            ErrorKind::NotFound,
+        ),
+        ("2", ErrorKind::Unsupported),
+        ("05:00.0", ErrorKind::Unsupported),
+        ("3", ErrorKind::Unsupported),
+        ("nvidia", ErrorKind::Usage),
+        ("GPU-3", ErrorKind::Usage),
+        ("", ErrorKind::Usage),
+        ("-1", ErrorKind::Usage),
+    ] {
+        assert_eq!(select(&gpus, name, false).unwrap_err().kind, kind, "{name}");
+    }
+    // Nothing but a CPU device: it is not chosen by itself, switch or no switch.
+    let error = select(&gpus[3..], "auto", true).unwrap_err();
+    assert_eq!(error.kind, ErrorKind::NotFound);
+    assert!(error.message.contains("--allow-cpu-device"), "{error}");
+    let error = select(&[], "auto", true).unwrap_err();
+    assert!(error.message.ends_with("Vulkan knows none"), "{error}");
+}
+
+#[test]
+fn a_gpu_with_two_drivers_is_used_through_the_one_that_can() {
+    let mut gpus = vec![card("03:00.0", 3, 0), card("03:00.0", 3, 0)];
+    gpus[0].reason = Some("its driver has Vulkan 1.0".into());
+    assert_eq!(select(&gpus, "03:00.0", false).unwrap(), 1);
+    assert!(select(&gpus, "0", false).is_err());
+}
+
+#[test]
+fn a_reserve_is_left_to_others() {
+    let mut gpu = card("03:00.0", 3, 16 << 30);
+    assert_eq!(takeable(&gpu), 15 << 30);
+    gpu.host_visible_budget = 100 << 30;
+    gpu.host_visible_free = 80 << 30;
+    assert_eq!(takeable(&gpu), 75 << 30);
+    gpu.host_visible_free = 1 << 20;
+    assert_eq!(takeable(&gpu), 0);
+    gpu.kind = GpuKind::Cpu;
+    assert_eq!(takeable(&gpu), 1 << 20);
+}
+
+#[test]
+fn the_memory_type() {
+    use vk::MemoryPropertyFlags as F;
+    let mapped = F::DEVICE_LOCAL | F::HOST_VISIBLE | F::HOST_COHERENT;
+    let system = F::HOST_VISIBLE | F::HOST_COHERENT | F::HOST_CACHED;
+    let memory = |types: &[(u32, F)]| Memory {
+        heaps: [8u64 << 30, 256 << 20, 32 << 30]
+            .into_iter()
+            .zip([true, true, false])
+            .map(|(size, is_device_local)| Heap {
+                size,
+                is_device_local,
+                estimate: None,
+            })
+            .collect(),
+        types: types
+            .iter()
+            .zip(0..)
+            .map(|(&(heap, flags), index)| MemoryType { index, heap, flags })
+            .collect(),
+    };
+    let chosen = |types: &[(u32, F)], is_discrete| {
+        memory(types)
+            .mappable(is_discrete)
+            .map(|memory| memory.index)
+    };
+    assert_eq!(chosen(&[(0, F::DEVICE_LOCAL), (2, system)], true), None);
+    let types = [(1, mapped), (0, mapped | F::HOST_CACHED), (0, mapped)];
+    assert_eq!(chosen(&types, true), Some(2));
+    assert_eq!(chosen(&types, false), Some(1));
+    let amd = mapped | F::DEVICE_COHERENT_AMD;
+    assert_eq!(chosen(&[(0, amd), (1, mapped)], true), Some(1));
+    let both = memory(&types);
+    assert_eq!(both.device_local(), (8 << 30) + (256 << 20));
+    assert_eq!(both.device_local_free(), None);
+}
+
+#[test]
+fn system_memory_is_told_by_its_speed() {
+    assert!(!speed::is_system_memory(1.0));
+    assert!(!speed::is_system_memory(3.0));
+    assert!(speed::is_system_memory(20.0));
+    let layout = Layout::new(1 << 20, None).unwrap();
+    let host = HostMemory::create(&layout).unwrap().open(&layout).unwrap();
+    let mut buffer = vec![0; 64 << 10];
+    let rate = speed::read_rate(&host.chunks()[0], &CopyRoutines::best(), &mut buffer);
+    assert!(rate.unwrap() > 0.0);
+}
