@@ -98,6 +98,8 @@ pub enum BackendName {
     Host,
     /// The BAR of a display or memory device that no driver owns
     Pci,
+    /// Memory of a GPU through its Vulkan driver
+    Vulkan,
 }
 
 /// `vramctl add`
@@ -109,11 +111,19 @@ pub struct AddArgs {
     #[arg(long, short, allow_hyphen_values = true)]
     pub size: SizeSpec,
     /// Where the memory comes from [default: the first usable PCI device]
-    #[arg(long, value_enum, hide_possible_values = true, value_name = "host|pci")]
+    #[arg(
+        long,
+        value_enum,
+        hide_possible_values = true,
+        value_name = "host|pci|vulkan"
+    )]
     pub backend: Option<BackendName>,
-    /// The GPU: its PCI address, or its index in `vramctl gpus`
-    #[arg(long, value_name = "ADDRESS|INDEX")]
+    /// The GPU: its PCI address, or its index in `vramctl gpus`; with Vulkan its UUID, or auto
+    #[arg(long, value_name = "ADDRESS|INDEX|UUID|auto")]
     pub gpu: Option<String>,
+    /// Take a Vulkan device that is software on the CPU: for tests
+    #[arg(long)]
+    pub allow_cpu_device: bool,
     /// Which BAR of it [default: the largest prefetchable one]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(0..=5))]
     pub bar: Option<u8>,
@@ -137,6 +147,9 @@ pub struct AddArgs {
     #[arg(long, value_name = "PRIORITY", num_args = 0..=1, require_equals = true,
           default_missing_value = "50", value_parser = clap::value_parser!(u16).range(0..=32767))]
     pub swap: Option<u16>,
+    /// Swap to memory that the GPU's driver may move away: it can hang the machine
+    #[arg(long, requires = "swap")]
+    pub allow_evictable: bool,
     /// Start although a protection that swap needs is missing
     #[arg(long)]
     pub allow_unsafe: bool,
@@ -227,6 +240,9 @@ pub struct SwapOnArgs {
     /// Overwrite a file system or another signature that is on the device
     #[arg(long)]
     pub force: bool,
+    /// Swap to memory that the GPU's driver may move away: it can hang the machine
+    #[arg(long)]
+    pub allow_evictable: bool,
 }
 
 /// `vramctl swap off`

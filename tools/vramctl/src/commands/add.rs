@@ -5,12 +5,14 @@ use std::path::{Path, PathBuf};
 
 use ublk_vram::backend::MemoryHandles;
 use ublk_vram::backend::pci::{self, PciAddress, PciFunction};
+use ublk_vram::backend::vulkan::{self, Gpu, Residency};
 use ublk_vram::control::{Call, Client, RunDir};
 use ublk_vram::device::{BackendSpec, DeviceSpec, LabSpec, StaticInfo};
 use ublk_vram::size::{SizeSpec, human};
 use ublk_vram::{Error, ErrorKind, Result, worker};
 
 use super::limit_for;
+use super::swap::evictable;
 use crate::args::{AddArgs, BackendName};
 use crate::devices::{ASK_LIMIT, Devices};
 use crate::output;
@@ -18,7 +20,8 @@ use crate::start::{find_server, start};
 use crate::swap::{SwapOn, make_and_swap_on};
 
 pub fn run(args: &AddArgs) -> Result<()> {
-    let backend = choose_backend(args, pci::list)?;
+    let backend = choose_backend(args, pci::list, vulkan::list)?;
+    refuse_evictable_swap(args, &backend)?;
     let spec = specification(args, backend)?;
     let server = find_server();
     if args.dry_run {
@@ -33,6 +36,12 @@ pub fn run(args: &AddArgs) -> Result<()> {
     for warning in &started.warnings {
         output::warning(warning);
     }
+    if started.device.residency.as_deref() == Some(Residency::Evictable.as_str()) {
+        output::warning(
+            "the GPU's driver may move this memory to system memory, under pressure and when the \
+             machine sleeps: it is no safe swap",
+        );
+    }
     if let Some(priority) = args.swap {
         swap_or_remove(&started.device, priority)?;
     }
@@ -40,11 +49,26 @@ pub fn run(args: &AddArgs) -> Result<()> {
 }
 
 /// Where the memory comes from: what the user named, or the first PCI function that can be used.
-/// System memory is never chosen for anybody.
+/// System memory is never chosen for anybody. A PCI address whose function has a driver, and that
+/// Vulkan knows, is used through Vulkan.
 fn choose_backend(
     args: &AddArgs,
-    list: impl FnOnce() -> Result<Vec<PciFunction>>,
+    list: impl Fn() -> Result<Vec<PciFunction>>,
+    vulkan: impl FnOnce() -> Result<Vec<Gpu>>,
 ) -> Result<BackendSpec> {
+    let through_vulkan = |gpu: &str| BackendSpec::Vulkan {
+        gpu: gpu.to_owned(),
+        allow_cpu_device: args.allow_cpu_device,
+    };
+    if args.backend == Some(BackendName::Vulkan) {
+        if args.bar.is_some() {
+            return Err(Error::usage("--bar is of --backend pci: leave it out"));
+        }
+        return Ok(through_vulkan(args.gpu.as_deref().unwrap_or(vulkan::AUTO)));
+    }
+    if args.allow_cpu_device {
+        return Err(Error::usage("--allow-cpu-device is of --backend vulkan"));
+    }
     if args.backend == Some(BackendName::Host) {
         if args.gpu.is_some() || args.bar.is_some() {
             return Err(Error::usage(
@@ -53,14 +77,59 @@ fn choose_backend(
         }
         return Ok(BackendSpec::Host);
     }
-    let address = match &args.gpu {
-        Some(gpu) => named_gpu(gpu, list)?,
+    let is_open = args.backend.is_none() && args.bar.is_none();
+    let address = match args.gpu.as_deref() {
+        Some(gpu) if is_open && (gpu == vulkan::AUTO || vulkan::is_uuid(gpu)) => {
+            return Ok(through_vulkan(gpu));
+        }
+        Some(gpu) => {
+            let address = named_gpu(gpu, &list)?;
+            if is_open && is_for_vulkan(address, &list, vulkan) {
+                return Ok(through_vulkan(&address.to_string()));
+            }
+            address
+        }
         None => first_usable(&list()?, args.bar)?,
     };
     Ok(BackendSpec::Pci {
         address: address.to_string(),
         bar: args.bar,
     })
+}
+
+/// Whether a function has a driver, and Vulkan can use it. Vulkan that is not there says no.
+fn is_for_vulkan(
+    address: PciAddress,
+    list: impl FnOnce() -> Result<Vec<PciFunction>>,
+    vulkan: impl FnOnce() -> Result<Vec<Gpu>>,
+) -> bool {
+    let has_driver = list().is_ok_and(|functions| {
+        let mut functions = functions.iter();
+        functions.any(|function| function.address == address && function.driver.is_some())
+    });
+    has_driver
+        && vulkan().is_ok_and(|gpus| {
+            let mut gpus = gpus.iter();
+            gpus.any(|gpu| gpu.address == Some(address) && gpu.usable(false).is_ok())
+        })
+}
+
+/// Refuses --swap on memory that may be moved away, before anything is started.
+fn refuse_evictable_swap(args: &AddArgs, backend: &BackendSpec) -> Result<()> {
+    let BackendSpec::Vulkan {
+        gpu,
+        allow_cpu_device,
+    } = backend
+    else {
+        return Ok(());
+    };
+    if args.swap.is_none() || args.allow_evictable {
+        return Ok(());
+    }
+    match vulkan::find(gpu, *allow_cpu_device)?.residency {
+        Residency::Evictable => Err(evictable(&args.name)),
+        Residency::Pinned | Residency::System => Ok(()),
+    }
 }
 
 /// A PCI address, or an index in `vramctl gpus`.
@@ -158,6 +227,7 @@ fn dry_run(spec: &DeviceSpec, server: Result<PathBuf>) -> Result<()> {
     let memory = match &spec.backend {
         BackendSpec::Host => "system memory".to_owned(),
         BackendSpec::Pci { address, .. } => format!("memory of PCI function {address}"),
+        BackendSpec::Vulkan { gpu, .. } => format!("memory of the Vulkan GPU {gpu}"),
     };
     match server {
         Ok(program) => output::say(&format!("dry run: would start {} serve", program.display())),
@@ -246,13 +316,49 @@ mod tests {
         Ok(Vec::new())
     }
 
+    fn no_gpus() -> Result<Vec<Gpu>> {
+        Ok(Vec::new())
+    }
+
+    #[test]
+    fn vulkan_when_it_is_named_or_only_it_can() {
+        let vulkan = |gpu: &str, allow_cpu_device| BackendSpec::Vulkan {
+            gpu: gpu.into(),
+            allow_cpu_device,
+        };
+        let uuid = "GPU-00000003-1111-2222-3333-444444444444";
+        for (text, expected) in [
+            ("--backend vulkan", vulkan("auto", false)),
+            ("--backend vulkan --gpu 2", vulkan("2", false)),
+            (
+                "--backend vulkan --gpu 0 --allow-cpu-device",
+                vulkan("0", true),
+            ),
+            ("--gpu auto", vulkan("auto", false)),
+            (&format!("--gpu {uuid}"), vulkan(uuid, false)),
+        ] {
+            let args = args(&format!("x -s 1G {text}"));
+            assert_eq!(choose_backend(&args, none, no_gpus).unwrap(), expected);
+        }
+        for text in [
+            "--backend vulkan --bar 1",
+            "--allow-cpu-device",
+            "--backend host --allow-cpu-device",
+            "--backend pci --gpu auto",
+        ] {
+            let args = args(&format!("x -s 1G {text}"));
+            let error = choose_backend(&args, none, no_gpus).unwrap_err();
+            assert_eq!(error.kind, ErrorKind::Usage, "{text}");
+        }
+    }
+
     #[test]
     fn system_memory_only_when_it_is_asked_for() {
         assert_eq!(
-            choose_backend(&args("x -s 1G --backend host"), none).unwrap(),
+            choose_backend(&args("x -s 1G --backend host"), none, no_gpus).unwrap(),
             BackendSpec::Host
         );
-        let error = choose_backend(&args("x -s 1G"), none).unwrap_err();
+        let error = choose_backend(&args("x -s 1G"), none, no_gpus).unwrap_err();
         assert_eq!(error.kind, ErrorKind::NotFound);
         assert!(
             error
@@ -260,22 +366,23 @@ mod tests {
                 .contains("no PCI device of the display or memory class"),
             "{error}"
         );
-        let error = choose_backend(&args("x -s 1G --backend host --gpu 0"), none).unwrap_err();
+        let error =
+            choose_backend(&args("x -s 1G --backend host --gpu 0"), none, no_gpus).unwrap_err();
         assert_eq!(error.kind, ErrorKind::Usage);
     }
 
     #[test]
     fn a_gpu_by_address_is_not_looked_for_here() {
         assert_eq!(
-            choose_backend(&args("x -s 1G --gpu 03:00.0 --bar 2"), none).unwrap(),
+            choose_backend(&args("x -s 1G --gpu 03:00.0 --bar 2"), none, no_gpus).unwrap(),
             BackendSpec::Pci {
                 address: "0000:03:00.0".into(),
                 bar: Some(2)
             }
         );
-        let error = choose_backend(&args("x -s 1G --gpu 7"), none).unwrap_err();
+        let error = choose_backend(&args("x -s 1G --gpu 7"), none, no_gpus).unwrap_err();
         assert_eq!(error.kind.exit_code(), 3);
-        let error = choose_backend(&args("x -s 1G --gpu renderD128"), none).unwrap_err();
+        let error = choose_backend(&args("x -s 1G --gpu renderD128"), none, no_gpus).unwrap_err();
         assert_eq!(error.kind.exit_code(), 2);
     }
 

@@ -3,6 +3,7 @@
 use serde_json::{Value, json};
 use ublk_vram::Result;
 use ublk_vram::backend::pci::{self, Bar, PciFunction};
+use ublk_vram::backend::vulkan::{self, Gpu};
 use ublk_vram::size::human;
 
 use crate::args::GpusArgs;
@@ -14,12 +15,21 @@ const JSON_VERSION: u32 = 1;
 
 pub fn run(args: &GpusArgs) -> Result<()> {
     let functions = pci::list()?;
+    let gpus = vulkan::list();
     if args.json {
-        return output::json(&document(&functions));
+        return output::json(&document(&functions, &gpus));
     }
     output::data(&table(&functions).render(true))?;
     if functions.is_empty() {
         output::say("no PCI device of the display or memory class was found");
+    }
+    match &gpus {
+        Ok(gpus) if gpus.is_empty() => output::say("Vulkan knows no GPU"),
+        Ok(gpus) => {
+            output::data("\nwith --backend vulkan:\n")?;
+            output::data(&vulkan_table(gpus).render(true))?;
+        }
+        Err(error) => output::say(&format!("--backend vulkan cannot be used: {error}")),
     }
     Ok(())
 }
@@ -63,6 +73,41 @@ fn table(functions: &[PciFunction]) -> Table {
     table
 }
 
+/// The GPUs that Vulkan knows, with indexes of their own.
+fn vulkan_table(gpus: &[Gpu]) -> Table {
+    let mut table = Table::new([
+        ("INDEX", Align::Right),
+        ("PCI", Align::Left),
+        ("NAME", Align::Left),
+        ("DRIVER", Align::Left),
+        ("SIZE", Align::Right),
+        ("FREE", Align::Right),
+        ("MAPPABLE", Align::Right),
+        ("RESIDENCY", Align::Left),
+        ("UUID", Align::Left),
+        ("USABLE", Align::Left),
+    ]);
+    for (index, gpu) in gpus.iter().enumerate() {
+        table.row([
+            index.to_string(),
+            gpu.address
+                .map_or_else(String::new, |address| address.to_string()),
+            gpu.name.clone(),
+            format!("{} {}", gpu.driver, gpu.driver_version),
+            human(gpu.device_local),
+            gpu.free.map_or_else(String::new, human),
+            human(gpu.host_visible),
+            gpu.residency.to_string(),
+            gpu.gpu_uuid(),
+            match gpu.usable(false) {
+                Ok(()) => "yes".to_owned(),
+                Err(why) => format!("no: {why}"),
+            },
+        ]);
+    }
+    table
+}
+
 /// Names of the classes that hold memory (include/linux/pci_ids.h, base class and subclass).
 fn class_name(class: u32) -> Option<&'static str> {
     Some(match class >> 8 {
@@ -77,7 +122,7 @@ fn class_name(class: u32) -> Option<&'static str> {
     })
 }
 
-fn document(functions: &[PciFunction]) -> Value {
+fn document(functions: &[PciFunction], gpus: &Result<Vec<Gpu>>) -> Value {
     let shown = functions.iter().enumerate().map(|(index, function)| {
         let (bar, reason) = match function.usable(None) {
             Ok(bar) => (Some(bar), None),
@@ -92,7 +137,26 @@ fn document(functions: &[PciFunction]) -> Value {
         }
         shown
     });
-    json!({ "version": JSON_VERSION, "gpus": shown.collect::<Vec<_>>() })
+    let (gpus, error) = match gpus {
+        Ok(gpus) => (gpus.as_slice(), None),
+        Err(error) => (&[][..], Some(&error.message)),
+    };
+    let vulkan = gpus.iter().enumerate().map(|(index, gpu)| {
+        let reason = gpu.usable(false).err();
+        let mut shown = json!(gpu);
+        if let Some(fields) = shown.as_object_mut() {
+            fields.insert("index".into(), json!(index));
+            fields.insert("usable".into(), json!(reason.is_none()));
+            fields.insert("reason".into(), json!(reason.map(|why| why.message)));
+        }
+        shown
+    });
+    json!({
+        "version": JSON_VERSION,
+        "gpus": shown.collect::<Vec<_>>(),
+        "vulkan": vulkan.collect::<Vec<_>>(),
+        "vulkan_error": error,
+    })
 }
 
 #[cfg(test)]
@@ -150,11 +214,16 @@ mod tests {
     #[test]
     fn the_json_form() {
         let machine = machine();
-        let json = document(&functions(machine.path()));
+        let json = document(
+            &functions(machine.path()),
+            &Err(ublk_vram::Error::usage("no Vulkan")),
+        );
         assert_eq!(json["version"], 1);
         assert_eq!(json["gpus"][0]["usable"], true);
         assert_eq!(json["gpus"][0]["usable_bar"], 2);
         assert_eq!(json["gpus"][0]["bars"][0]["size"], 1 << 30);
+        assert_eq!(json["vulkan"], json!([]));
+        assert_eq!(json["vulkan_error"], "no Vulkan");
         assert_eq!(json["gpus"][1]["usable"], false);
         assert_eq!(json["gpus"][1]["driver"], "amdgpu");
         assert!(

@@ -119,6 +119,9 @@ fn describe_fixed(block: &mut Block, fixed: &StaticInfo) {
         .map(|gpu| format!(" on {gpu}"))
         .unwrap_or_default();
     block.line("backend", format!("{}{gpu}", fixed.backend));
+    if let Some(residency) = &fixed.residency {
+        block.line("residency", residency);
+    }
     block.line("copies by", &fixed.copy);
     block.line(
         "chunks",

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use ublk_vram::backend::vulkan::Residency;
 use ublk_vram::device::DeviceName;
 use ublk_vram::size::human;
 use ublk_vram::{Error, ErrorKind, Result};
@@ -34,12 +35,27 @@ fn on(args: &SwapOnArgs) -> Result<()> {
             ),
         ));
     }
+    if !args.allow_evictable && disk.residency.as_deref() == Some(Residency::Evictable.as_str()) {
+        return Err(evictable(&args.name));
+    }
     let how = SwapOn {
         priority: args.priority,
         discard: args.discard,
         force: args.force,
     };
     swap_on(Path::new(&disk.device), how)
+}
+
+/// Why a device is no swap.
+pub fn evictable(name: &DeviceName) -> Error {
+    Error::new(
+        ErrorKind::Unsafe,
+        format!(
+            "'{name}' is no safe swap: its GPU's driver may move the memory to system memory, and \
+             takes memory to do so, which can hang the machine; --allow-evictable swaps to it all the \
+             same"
+        ),
+    )
 }
 
 fn off(args: &SwapOffArgs) -> Result<()> {
