@@ -11,8 +11,8 @@ use clap::{Parser, Subcommand};
 use tracing_subscriber::filter::{EnvFilter, LevelFilter};
 use tracing_subscriber::fmt;
 use tracing_subscriber::prelude::*;
-use ublk_vram::backend::MemoryHandles;
 use ublk_vram::backend::conformance::check_backend;
+use ublk_vram::backend::{Backend, MemoryHandles, bench};
 use ublk_vram::control::RunDir;
 use ublk_vram::device::DeviceSpec;
 use ublk_vram::safety::CgroupOutcome;
@@ -40,6 +40,10 @@ enum Command {
     /// every backend passes. What the memory held is destroyed.
     #[command(hide = true)]
     Conformance,
+    /// Measure the copy routines on the first chunk of the memory that a specification (JSON, on
+    /// standard input) names. What the memory held is destroyed.
+    #[command(hide = true)]
+    BenchCopy,
     /// Carry out swapoff for a server (started by it).
     #[command(name = worker::swapoff::SUBCOMMAND, hide = true)]
     SwapoffHelper,
@@ -51,6 +55,7 @@ fn main() -> ExitCode {
         // that could have the same number and be owned by somebody.
         Command::Serve { start_pipe } => serve(unsafe { StartPipe::inherited(start_pipe) }),
         Command::Conformance => conformance(),
+        Command::BenchCopy => bench_copy(),
         Command::SwapoffHelper => worker::swapoff::helper_main(),
     };
     match outcome {
@@ -80,14 +85,33 @@ fn serve(mut start: StartPipe) -> Result<()> {
 }
 
 fn conformance() -> Result<()> {
+    let (backend, layout) = open_memory()?;
+    let report = check_backend(&*backend, &layout);
+    print!("{report}");
+    report.into_result()
+}
+
+fn bench_copy() -> Result<()> {
+    let (backend, _) = open_memory()?;
+    let Some(chunk) = backend.chunks().first() else {
+        return Err(Error::usage("the memory has no chunk"));
+    };
+    let (kind, path) = (backend.kind(), backend.copy_path());
+    println!("backend {kind} ({path})");
+    print!("{}", bench::copy_table(chunk)?);
+    Ok(())
+}
+
+/// The memory that the specification on standard input names, without a device. A backend lives
+/// without the handles it came from.
+fn open_memory() -> Result<(Box<dyn Backend>, Layout)> {
     let spec = read_spec()?;
     let available = MemoryHandles::available(&spec.backend)?;
     let largest = Layout::largest_device(available, spec.chunk);
     let layout = Layout::new(spec.size.resolve(largest)?, spec.chunk)?;
     let memory = MemoryHandles::create(&spec, &layout)?;
-    let report = check_backend(&*memory.open(&layout)?, &layout);
-    print!("{report}");
-    report.into_result()
+    let backend = memory.open(&layout)?;
+    Ok((backend, layout))
 }
 
 fn read_spec() -> Result<DeviceSpec> {

@@ -23,6 +23,7 @@ use crate::device::{BackendSpec, DeviceSpec};
 use crate::error::Result;
 use crate::store::Layout;
 
+pub mod bench;
 pub mod conformance;
 pub mod fault;
 pub mod host;
