@@ -183,7 +183,7 @@ pub(super) fn cost() -> Item {
     Item::ok(
         "cost",
         format!(
-            "a device of {} or more takes about {} of locked system memory ({} I/O buffers, {} server), \
+            "a device of {} or more takes up to {} of locked system memory ({} I/O buffers, {} server), \
              and {} for each GiB of PCI memory",
             human(arena * 16),
             human(arena + BASE_COST_BYTES),
