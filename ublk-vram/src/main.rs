@@ -12,7 +12,7 @@ use tracing_subscriber::filter::{EnvFilter, LevelFilter};
 use tracing_subscriber::fmt;
 use tracing_subscriber::prelude::*;
 use ublk_vram::backend::conformance::check_backend;
-use ublk_vram::backend::{Backend, MemoryHandles, bench};
+use ublk_vram::backend::{MemoryHandles, bench};
 use ublk_vram::control::RunDir;
 use ublk_vram::device::DeviceSpec;
 use ublk_vram::safety::CgroupOutcome;
@@ -85,14 +85,17 @@ fn serve(mut start: StartPipe) -> Result<()> {
 }
 
 fn conformance() -> Result<()> {
-    let (backend, layout) = open_memory()?;
+    // The claim on the memory outlives the backend: what is declared first is dropped last.
+    let (memory, layout) = take_memory()?;
+    let backend = memory.open(&layout)?;
     let report = check_backend(&*backend, &layout);
     print!("{report}");
     report.into_result()
 }
 
 fn bench_copy() -> Result<()> {
-    let (backend, _) = open_memory()?;
+    let (memory, layout) = take_memory()?;
+    let backend = memory.open(&layout)?;
     let Some(chunk) = backend.chunks().first() else {
         return Err(Error::usage("the memory has no chunk"));
     };
@@ -102,16 +105,13 @@ fn bench_copy() -> Result<()> {
     Ok(())
 }
 
-/// The memory that the specification on standard input names, without a device. A backend lives
-/// without the handles it came from.
-fn open_memory() -> Result<(Box<dyn Backend>, Layout)> {
+/// Takes the memory that the specification on standard input names, without a device.
+fn take_memory() -> Result<(MemoryHandles, Layout)> {
     let spec = read_spec()?;
     let available = MemoryHandles::available(&spec.backend)?;
     let largest = Layout::largest_device(available, spec.chunk);
     let layout = Layout::new(spec.size.resolve(largest)?, spec.chunk)?;
-    let memory = MemoryHandles::create(&spec, &layout)?;
-    let backend = memory.open(&layout)?;
-    Ok((backend, layout))
+    Ok((MemoryHandles::create(&spec, &layout)?, layout))
 }
 
 fn read_spec() -> Result<DeviceSpec> {
