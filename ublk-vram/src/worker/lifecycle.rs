@@ -76,6 +76,7 @@ pub(super) fn run(session: Session, start: StartPipe, warnings: Vec<String>) -> 
             },
         );
     });
+    let was_live = outcome.is_ok();
     let ended = outcome.and_then(|(live, fixed)| {
         if let Ok(text) = serde_json::to_vec_pretty(&fixed) {
             // For `list` without root only; that it cannot be written harms nothing else.
@@ -97,6 +98,12 @@ pub(super) fn run(session: Session, start: StartPipe, warnings: Vec<String>) -> 
         );
         live.serve()
     });
+    if was_live && ended.is_err() {
+        // Something may still use the memory (`finish`): the claim on it and the name stay ours until
+        // the process is gone, and `remove --force` finds what it needs.
+        std::mem::forget(session);
+        return ended.map(drop);
+    }
     for path in [run_dir.socket(name), run_dir.note(name)] {
         let _ = std::fs::remove_file(path);
     }
