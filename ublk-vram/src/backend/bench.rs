@@ -99,7 +99,7 @@ fn measure(chunk: &ChunkMemory, size: usize, copy: impl Fn(*mut u8)) -> Result<V
         random ^= random >> 7;
         random ^= random << 17;
         let place = random.checked_rem(places).unwrap_or(0);
-        let at = chunk.mapping.at(place * size as u64, size).ok_or_else(|| {
+        let at = chunk.at(place * size as u64, size).ok_or_else(|| {
             Error::new(
                 ErrorKind::Usage,
                 format!("a chunk of {} bytes is too small to measure", chunk.size),

@@ -12,7 +12,9 @@ use std::time::{Duration, Instant};
 use nix::sys::time::TimeSpec;
 use nix::sys::timerfd::{ClockId, Expiration, TimerFd, TimerFlags, TimerSetTimeFlags};
 
-use super::{Backend, BackendQueue, ChunkMemory, Completion, Copy, Direction, QueueId};
+use super::{
+    Backend, BackendQueue, ChunkMemory, Completion, Copy, Direction, Mapping, PathsWatch, QueueId,
+};
 use crate::control::{FaultAction, FaultRule};
 use crate::error::{Error, Result};
 
@@ -113,7 +115,19 @@ impl Backend for FaultBackend {
         self.inner.chunks()
     }
 
-    fn open_queue(&self, queue: QueueId, copies: usize) -> Result<Box<dyn BackendQueue>> {
+    fn paths(&self) -> Option<PathsWatch> {
+        self.inner.paths()
+    }
+
+    fn open_queue(
+        &self,
+        queue: QueueId,
+        copies: usize,
+        memory: &Mapping,
+    ) -> Result<Box<dyn BackendQueue>> {
+        if queue.is_control() {
+            return self.inner.open_queue(queue, copies, memory);
+        }
         let alarm = TimerFd::new(
             ClockId::CLOCK_MONOTONIC,
             TimerFlags::TFD_CLOEXEC | TimerFlags::TFD_NONBLOCK,
@@ -122,7 +136,7 @@ impl Backend for FaultBackend {
         let alarm = Arc::new(alarm);
         lock(&self.control.alarms).push(Arc::clone(&alarm));
         Ok(Box::new(FaultQueue {
-            inner: self.inner.open_queue(queue, copies)?,
+            inner: self.inner.open_queue(queue, copies, memory)?,
             seen: self.control.releases.load(Ordering::SeqCst),
             control: Arc::clone(&self.control),
             alarm,
@@ -222,6 +236,12 @@ impl BackendQueue for FaultQueue {
 
     fn in_flight(&self) -> usize {
         self.inner.in_flight() + self.held.len() + self.delayed.len() + self.done.len()
+    }
+
+    /// The inner queue's descriptor is not watched beside the timer: while it works, look again.
+    fn should_poll(&self) -> bool {
+        self.inner.should_poll()
+            || (self.inner.in_flight() > 0 && self.inner.completion_fd().is_some())
     }
 
     fn completion_fd(&self) -> Option<RawFd> {

@@ -10,7 +10,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 
 use super::mapped::MappedQueue;
-use super::{Backend, BackendQueue, ChunkMemory, QueueId};
+use super::{Backend, BackendQueue, ChunkMemory, Mapping, QueueId};
 use crate::copy::CopyRoutines;
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::Layout;
@@ -81,7 +81,7 @@ impl HostMemory {
                 let mapping = SharedMapping::new(fd.as_fd(), size as usize)?;
                 Ok(ChunkMemory {
                     size,
-                    mapping: mapping.into_mapping(),
+                    mapping: Some(mapping.into_mapping()),
                 })
             })
             .collect::<Result<Vec<_>>>()?;
@@ -111,7 +111,12 @@ impl Backend for HostBackend {
         &self.chunks
     }
 
-    fn open_queue(&self, _queue: QueueId, copies: usize) -> Result<Box<dyn BackendQueue>> {
+    fn open_queue(
+        &self,
+        _queue: QueueId,
+        copies: usize,
+        _memory: &Mapping,
+    ) -> Result<Box<dyn BackendQueue>> {
         Ok(Box::new(MappedQueue::new(self.routines, copies)))
     }
 }

@@ -31,7 +31,7 @@ impl MappedQueue {
     /// As [`BackendQueue::submit`].
     unsafe fn copy(&mut self, copy: &Copy, chunk: &ChunkMemory) -> Result<u32, i32> {
         let len = copy.len as usize;
-        let Some(device) = chunk.mapping.at(copy.offset, len) else {
+        let Some(device) = chunk.at(copy.offset, len) else {
             return Err(libc::EIO);
         };
         match copy.direction {

@@ -11,18 +11,20 @@
 //! ```
 //!
 //! A copy may complete inside [`BackendQueue::submit`] (a CPU copy does) or much later (an engine's
-//! does): the caller learns of both by [`BackendQueue::poll`], and sleeps on
-//! [`BackendQueue::completion_fd`] while copies are in flight. Every copy completes exactly once.
+//! does): the caller learns of both by [`BackendQueue::poll`], looks again while
+//! [`BackendQueue::should_poll`] says so, and otherwise sleeps on [`BackendQueue::completion_fd`]
+//! while copies are in flight. Every copy completes exactly once.
 //! Every backend passes the one suite in [`conformance`].
 
 use std::os::fd::RawFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use crate::device::{BackendSpec, DeviceSpec};
-use crate::error::Result;
+use crate::device::{BackendSpec, DeviceSpec, PathsInfo};
+use crate::error::{Error, Result};
 use crate::store::Layout;
 
+pub mod access;
 pub mod bench;
 pub mod conformance;
 pub mod fault;
@@ -34,6 +36,18 @@ pub mod vulkan;
 /// The number of a queue, and of the thread that serves it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct QueueId(pub u16);
+
+impl QueueId {
+    /// The number of one of control's own queues, which no I/O thread has.
+    pub const fn control(number: u16) -> QueueId {
+        QueueId(u16::MAX - number)
+    }
+
+    /// Whether it is one of control's own queues.
+    pub const fn is_control(self) -> bool {
+        self.0 > u16::MAX / 2
+    }
+}
 
 /// Which way bytes go, seen from the user of the block device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -74,7 +88,8 @@ pub struct Completion {
     pub result: std::result::Result<u32, i32>,
 }
 
-/// A CPU mapping of device memory, write-combined where the hardware offers it.
+/// Memory mapped into this process: a chunk's (write-combined where the hardware offers it), or the
+/// I/O memory that copies go to and come from.
 #[derive(Clone)]
 pub struct Mapping {
     base: NonNull<u8>,
@@ -102,6 +117,52 @@ impl Mapping {
         }
     }
 
+    /// Fresh zeroed memory of `len` bytes (rounded up to whole pages), every page present.
+    ///
+    /// # Errors
+    /// If the kernel gives none.
+    pub fn anonymous(len: usize) -> Result<Mapping> {
+        struct Pages(NonNull<u8>, usize);
+        // SAFETY: an address range, valid on every thread.
+        unsafe impl Send for Pages {}
+        // SAFETY: as above; it has no state.
+        unsafe impl Sync for Pages {}
+        impl Drop for Pages {
+            fn drop(&mut self) {
+                // SAFETY: mapped below, with this length, and all users of the owner are gone.
+                unsafe { libc::munmap(self.0.as_ptr().cast(), self.1) };
+            }
+        }
+        let len = len.max(1).next_multiple_of(4096);
+        // SAFETY: a new mapping at an address of the kernel's choice touches no existing memory.
+        let base = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                len,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_POPULATE,
+                -1,
+                0,
+            )
+        };
+        match NonNull::new(base.cast::<u8>()) {
+            // SAFETY: just mapped, and unmapped only when the owner is dropped.
+            Some(at) if base != libc::MAP_FAILED => {
+                Ok(unsafe { Mapping::new(at, len, Arc::new(Pages(at, len))) })
+            }
+            _ => Err(Error::os(
+                format!("no {} of memory", crate::size::human(len as u64)),
+                std::io::Error::last_os_error(),
+            )),
+        }
+    }
+
+    /// Where in the mapping `len` bytes at `address` are, if they are inside it.
+    pub fn offset_of(&self, address: *const u8, len: usize) -> Option<usize> {
+        let offset = address.addr().checked_sub(self.base.as_ptr().addr())?;
+        (offset.checked_add(len)? <= self.len).then_some(offset)
+    }
+
     /// The address of byte `offset`, if `len` bytes from there are inside the mapping.
     pub fn at(&self, offset: u64, len: usize) -> Option<*mut u8> {
         let offset = usize::try_from(offset).ok()?;
@@ -123,14 +184,25 @@ impl Mapping {
     }
 }
 
-/// The memory of one chunk, with its ways in. A later backend adds its copy engine's handle.
+/// The memory of one chunk. A backend with a copy engine knows the engine's way in by the chunk's
+/// index.
 #[derive(Clone)]
 pub struct ChunkMemory {
     /// Bytes, the header's 4 KiB included.
     pub size: u64,
-    /// The CPU's way in.
-    pub mapping: Mapping,
+    /// The CPU's way in; `None` for memory that only the GPU's engines reach.
+    pub mapping: Option<Mapping>,
 }
+
+impl ChunkMemory {
+    /// The address of byte `offset`, if the CPU reaches `len` bytes from there.
+    pub fn at(&self, offset: u64, len: usize) -> Option<*mut u8> {
+        self.mapping.as_ref()?.at(offset, len)
+    }
+}
+
+/// Asks for the state of the copy paths.
+pub type PathsWatch = Arc<dyn Fn() -> PathsInfo + Send + Sync>;
 
 /// The control handle: the chunks of one device.
 pub trait Backend: Send + Sync {
@@ -154,14 +226,29 @@ pub trait Backend: Send + Sync {
     /// The chunks, in the order of the device's addresses, as the layout asked for them.
     fn chunks(&self) -> &[ChunkMemory];
 
-    /// The data handle for one queue thread that keeps up to `copies` copies in flight. All memory
-    /// it will ever need is allocated here.
-    fn open_queue(&self, queue: QueueId, copies: usize) -> Result<Box<dyn BackendQueue>>;
+    /// The data handle for one queue thread that keeps up to `copies` copies in flight, whose memory
+    /// ends all lie in `memory`. All memory it will ever need is allocated here.
+    ///
+    /// # Errors
+    /// That something it needs cannot be had.
+    fn open_queue(
+        &self,
+        queue: QueueId,
+        copies: usize,
+        memory: &Mapping,
+    ) -> Result<Box<dyn BackendQueue>>;
+
+    /// Tells what was measured of the copy paths, and how often each was taken; `None` where there is
+    /// one path only. It does not keep the backend alive.
+    fn paths(&self) -> Option<PathsWatch> {
+        None
+    }
 }
 
 /// The data handle of one queue thread.
 pub trait BackendQueue: Send {
-    /// Starts a copy. It never blocks and never fails: a failure is a completion.
+    /// Takes a copy; it starts at the next [`BackendQueue::poll`] at the latest, so that a backend
+    /// can look at a whole batch. It never blocks and never fails: a failure is a completion.
     ///
     /// # Safety
     /// `copy.memory` must be valid for `copy.len` bytes and untouched by others until the copy's
@@ -176,9 +263,17 @@ pub trait BackendQueue: Send {
     /// Copies submitted and not yet polled as complete.
     fn in_flight(&self) -> usize;
 
+    /// Whether to poll again at once, because nobody will announce what comes next: copies wait for
+    /// the CPU, or an engine is about to finish. It is false at the latest after a bounded time
+    /// without progress.
+    fn should_poll(&self) -> bool {
+        false
+    }
+
     /// A non-blocking eventfd or timerfd that becomes readable when a copy completes while nobody
     /// polls; `None` for a backend whose copies complete in `submit`. Whoever waited on it reads its
-    /// eight bytes before the next [`BackendQueue::poll`], and waits again after it.
+    /// eight bytes before the next [`BackendQueue::poll`], and waits again after it, unless
+    /// [`BackendQueue::should_poll`].
     fn completion_fd(&self) -> Option<RawFd> {
         None
     }
@@ -203,10 +298,7 @@ impl MemoryHandles {
         match spec {
             BackendSpec::Host => host::available(),
             BackendSpec::Pci { address, bar } => pci::available(address, *bar),
-            BackendSpec::Vulkan {
-                gpu,
-                allow_cpu_device,
-            } => vulkan::available(gpu, *allow_cpu_device),
+            BackendSpec::Vulkan(spec) => vulkan::available(spec),
         }
     }
 
@@ -220,11 +312,9 @@ impl MemoryHandles {
             BackendSpec::Pci { address, bar } => {
                 pci::PciMemory::claim(address, *bar, layout).map(MemoryHandles::Pci)
             }
-            BackendSpec::Vulkan {
-                gpu,
-                allow_cpu_device,
-            } => vulkan::VulkanMemory::create(gpu, *allow_cpu_device, layout)
-                .map(MemoryHandles::Vulkan),
+            BackendSpec::Vulkan(spec) => {
+                vulkan::VulkanMemory::create(spec, layout).map(MemoryHandles::Vulkan)
+            }
         }
     }
 

@@ -32,6 +32,7 @@
 //! Streaming loads are speculative: the mapping must be memory (VRAM is), not device registers.
 
 mod frame;
+pub mod planner;
 mod portable;
 #[cfg(test)]
 mod tests;

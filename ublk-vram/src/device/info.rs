@@ -65,6 +65,56 @@ pub struct DeviceInfo {
     pub memory: MemoryInfo,
     /// Counters of each queue.
     pub queue: Vec<QueueInfo>,
+    /// The copy paths, where there is more than one.
+    #[serde(default)]
+    pub paths: Option<PathsInfo>,
+}
+
+/// The copy paths of a device that has more than one: what they cost, what is chosen, what was taken.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct PathsInfo {
+    /// Every path that was measured.
+    pub costs: Vec<PathCost>,
+    /// What is chosen for batches of some sizes, by the measurements of the start.
+    pub choices: Vec<PathChoice>,
+}
+
+/// One path in one direction.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct PathCost {
+    /// `read` or `write`.
+    pub direction: String,
+    /// `bar-store`, `bar-load`, `dma`, `gather`.
+    pub path: String,
+    /// Nanoseconds once a batch.
+    pub start: f64,
+    /// Nanoseconds for each copy.
+    pub copy: f64,
+    /// Nanoseconds for each byte.
+    pub byte: f64,
+    /// Copies that took it.
+    pub copies: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// How many times slower than at the start it is now, in the queue where it is slowest.
+    pub slowdown: f64,
+    /// Why it carries nothing now.
+    pub avoided: Option<String>,
+}
+
+/// The path for one sort of batch.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct PathChoice {
+    /// `read` or `write`.
+    pub direction: String,
+    /// Bytes of each copy.
+    pub size: u64,
+    /// Copies in the batch.
+    pub copies: u32,
+    /// The path.
+    pub path: String,
+    /// Nanoseconds it is expected to take.
+    pub expected: f64,
 }
 
 /// The server's own memory, from /proc/self/status, in bytes.

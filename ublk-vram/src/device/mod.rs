@@ -6,7 +6,9 @@ mod name;
 mod spec;
 mod state;
 
-pub use info::{DeviceInfo, MemoryInfo, QueueInfo, StaticInfo};
+pub use info::{
+    DeviceInfo, MemoryInfo, PathChoice, PathCost, PathsInfo, QueueInfo, StaticInfo,
+};
 pub use name::DeviceName;
-pub use spec::{BackendSpec, DeviceSpec, LabSpec};
+pub use spec::{BackendSpec, CopyPath, DeviceSpec, LabSpec, VulkanSpec};
 pub use state::DeviceState;

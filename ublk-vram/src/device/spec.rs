@@ -66,14 +66,44 @@ pub enum BackendSpec {
         bar: Option<u8>,
     },
     /// Memory of a GPU through its Vulkan driver.
-    #[serde(rename_all = "kebab-case")]
-    Vulkan {
-        /// Index among the GPUs that Vulkan knows, PCI address, UUID, or `auto`.
-        gpu: String,
-        /// Take a device that is software on the CPU, for tests.
-        #[serde(default)]
-        allow_cpu_device: bool,
-    },
+    Vulkan(VulkanSpec),
+}
+
+/// A GPU, and how to use it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct VulkanSpec {
+    /// Index among the GPUs that Vulkan knows, PCI address, UUID, or `auto`.
+    pub gpu: String,
+    /// Take a device that is software on the CPU, for tests.
+    #[serde(default)]
+    pub allow_cpu_device: bool,
+    /// Bytes of the GPU's memory left to others; absent: 1 GiB (2 GiB with a display on it), or a
+    /// twentieth of the memory if that is more.
+    #[serde(default)]
+    pub reserve: Option<u64>,
+    /// Bytes mapped for the CPU at most, which leaves the rest of the PCI aperture to others; the
+    /// GPU's engines reach what is not mapped.
+    #[serde(default)]
+    pub mapped: Option<u64>,
+    /// The copy path, if the planner is not to choose.
+    #[serde(default)]
+    pub copy_path: CopyPath,
+}
+
+/// Which way bytes go. Memory that the path does not reach takes another one.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum CopyPath {
+    /// What was measured to be the fastest, for each batch.
+    #[default]
+    Auto,
+    /// The CPU, through the BAR.
+    Bar,
+    /// The GPU's copy engine.
+    Dma,
+    /// A compute shader.
+    Gather,
 }
 
 /// Switches that take a protection away or inject faults. Never for a device anybody relies on.

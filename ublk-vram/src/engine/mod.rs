@@ -243,6 +243,7 @@ impl Engine {
     pub fn has_work(&self) -> bool {
         !self.zeroing.is_empty()
             || !self.ended.is_empty()
+            || self.backend.should_poll()
             || (self.backend.in_flight() > 0 && self.backend.completion_fd().is_none())
     }
 

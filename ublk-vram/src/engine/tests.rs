@@ -8,7 +8,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::backend::fault::{FaultBackend, FaultControl};
 use crate::backend::host::HostMemory;
-use crate::backend::{Backend, MemoryHandles};
+use crate::backend::{Backend, Mapping, MemoryHandles};
 use crate::control::{FaultAction, FaultRule};
 use crate::store::shared::SharedMapping;
 use nix::sys::memfd::{MFdFlags, memfd_create};
@@ -35,7 +35,11 @@ fn bench(device_bytes: u64) -> Bench {
     let mapping = SharedMapping::new(memfd.as_fd(), StatsTable::bytes(1)).unwrap();
     let stats = Arc::new(StatsTable::new(mapping, 1).unwrap());
     let queue = backend
-        .open_queue(QueueId(0), Engine::copies(DEPTH))
+        .open_queue(
+            QueueId(0),
+            Engine::copies(DEPTH),
+            &Mapping::anonymous(4096).unwrap(),
+        )
         .unwrap();
     let engine = Engine::new(QueueId(0), DEPTH, layout, table, queue, Arc::clone(&stats));
     Bench {

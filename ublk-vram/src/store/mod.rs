@@ -12,5 +12,5 @@ mod table;
 
 pub use header::{Header, HeaderError};
 pub use layout::{HEADER_BYTES, Layout, MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, Piece};
-pub use prepare::{read_header, write_header, zero_and_check};
+pub use prepare::{read_header, write_headers, zero_and_check};
 pub use table::ChunkTable;

@@ -8,7 +8,8 @@
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use crate::backend::ChunkMemory;
+use crate::backend::access::Access;
+use crate::backend::{Backend, ChunkMemory};
 use crate::copy::CopyRoutines;
 use crate::error::{Error, ErrorKind, Result};
 
@@ -16,6 +17,8 @@ use super::{HEADER_BYTES, Header, HeaderError};
 
 /// Bytes a thread takes at once.
 const STRIDE: u64 = 8 << 20;
+/// Bytes a thread reads at once: what it looks through is still in its cache.
+const LOOK: usize = 1 << 20;
 /// More threads than this do not make a PCI link faster.
 const MAX_THREADS: usize = 8;
 
@@ -23,120 +26,117 @@ const MAX_THREADS: usize = 8;
 ///
 /// # Errors
 /// [`ErrorKind::Io`] naming the first place where something else was read.
-pub fn zero_and_check(chunks: &[ChunkMemory], routines: &CopyRoutines) -> Result<()> {
-    for_each_stride(chunks, |index, chunk, offset, len| {
-        let Some(at) = chunk.mapping.at(offset, len) else {
-            return Err(outside(index, offset));
-        };
-        // SAFETY: `at` is mapped for `len` bytes, and no queue uses the chunks yet (or any more).
-        unsafe { routines.fill_zero(at, len) };
-        routines.store_fence();
-        // SAFETY: as above.
-        if !unsafe { routines.is_zero(at, len) } {
-            return Err(Error::new(
-                ErrorKind::Io,
-                format!(
-                    "device memory does not hold what is written to it: chunk {index}, within {len} bytes at \
-                     {offset}: zeroes were written and something else was read"
-                ),
-            ));
+pub fn zero_and_check(backend: &dyn Backend) -> Result<()> {
+    let routines = CopyRoutines::best();
+    for_each_stride(backend, |access, chunk, offset, len| {
+        access.zero(chunk, offset, len)?;
+        let mut at = offset;
+        let end = offset + len as u64;
+        while at < end {
+            let look = LOOK.min((end - at) as usize);
+            let bytes = access.read(chunk, at, look)?;
+            // SAFETY: `bytes` is ours; it begins a mapping, so rounding to lines stays inside it.
+            if !unsafe { routines.is_zero(bytes.as_ptr(), bytes.len()) } {
+                return Err(Error::new(
+                    ErrorKind::Io,
+                    format!(
+                        "device memory does not hold what is written to it: chunk {chunk}, within {look} \
+                         bytes at {at}: zeroes were written and something else was read"
+                    ),
+                ));
+            }
+            at += look as u64;
         }
         Ok(())
     })
 }
 
-/// Writes the header page of one chunk.
+/// Writes the header page of each chunk; `header` gives the one for an index.
 ///
 /// # Errors
-/// [`ErrorKind::Io`] if it does not read back.
-pub fn write_header(chunk: &ChunkMemory, header: &Header, routines: &CopyRoutines) -> Result<()> {
-    let page = header.encode();
-    let offset = chunk.size.saturating_sub(HEADER_BYTES);
-    let at = chunk
-        .mapping
-        .at(offset, page.len())
-        .ok_or_else(|| outside(header.index as usize, offset))?;
-    // SAFETY: `at` is mapped for the page's length; the block device cannot reach this page.
-    unsafe { routines.store(at, page.as_ptr(), page.len()) };
-    routines.store_fence();
-    match read_header(chunk, routines) {
-        Ok(back) if back == *header => Ok(()),
-        Ok(_) => Err(Error::new(
+/// [`ErrorKind::Io`] if one does not read back.
+pub fn write_headers(backend: &dyn Backend, header: impl Fn(u32) -> Header) -> Result<()> {
+    let mut access = Access::open(backend, 0, HEADER_BYTES as usize)?;
+    for (chunk, index) in backend.chunks().iter().zip(0..) {
+        let header = header(index);
+        access.write(index, header_offset(chunk), &header.encode()[..])?;
+        let trouble = match read_header(&mut access, chunk, index) {
+            Ok(back) if back == header => continue,
+            Ok(_) => "reads back as another one".to_owned(),
+            Err(error) => format!("does not read back: {error}"),
+        };
+        return Err(Error::new(
             ErrorKind::Io,
-            format!(
-                "the header of chunk {} reads back as another one",
-                header.index
-            ),
-        )),
-        Err(error) => Err(Error::new(
-            ErrorKind::Io,
-            format!(
-                "the header of chunk {} does not read back: {error}",
-                header.index
-            ),
-        )),
+            format!("the header of chunk {index} {trouble}"),
+        ));
     }
+    Ok(())
 }
 
 /// Reads the header page of one chunk.
 ///
 /// # Errors
 /// Why the page is no header.
-pub fn read_header(chunk: &ChunkMemory, routines: &CopyRoutines) -> Result<Header, HeaderError> {
-    let mut page = Box::new([0u8; HEADER_BYTES as usize]);
-    let offset = chunk.size.saturating_sub(HEADER_BYTES);
-    let at = chunk
-        .mapping
-        .at(offset, page.len())
-        .ok_or(HeaderError::NoMagic)?;
-    // SAFETY: `at` is mapped for the page's length, and the page is ours.
-    unsafe { routines.load(page.as_mut_ptr(), at, page.len()) };
-    Header::decode(&page)
+pub fn read_header(
+    access: &mut Access<'_>,
+    chunk: &ChunkMemory,
+    index: u32,
+) -> Result<Header, HeaderError> {
+    let page = access
+        .read(index, header_offset(chunk), HEADER_BYTES as usize)
+        .map_err(|_| HeaderError::NoMagic)?;
+    page.try_into()
+        .map_err(|_| HeaderError::NoMagic)
+        .and_then(Header::decode)
 }
 
-fn outside(index: usize, offset: u64) -> Error {
-    Error::new(
-        ErrorKind::Io,
-        format!("chunk {index} is not mapped at {offset}"),
-    )
+fn header_offset(chunk: &ChunkMemory) -> u64 {
+    chunk.size.saturating_sub(HEADER_BYTES)
 }
 
 /// Runs `work` on every stride of every chunk with a few threads; the first error ends it.
 fn for_each_stride(
-    chunks: &[ChunkMemory],
-    work: impl Fn(usize, &ChunkMemory, u64, usize) -> Result<()> + Sync,
+    backend: &dyn Backend,
+    work: impl Fn(&mut Access<'_>, u32, u64, usize) -> Result<()> + Sync,
 ) -> Result<()> {
-    let strides: Vec<(usize, u64)> = chunks
+    let strides: Vec<(u32, u64, usize)> = backend
+        .chunks()
         .iter()
-        .enumerate()
-        .flat_map(|(index, chunk)| {
-            (0..chunk.size.div_ceil(STRIDE)).map(move |n| (index, n * STRIDE))
+        .zip(0..)
+        .flat_map(|(chunk, index)| {
+            (0..chunk.size.div_ceil(STRIDE)).map(move |n| {
+                let offset = n * STRIDE;
+                (index, offset, (chunk.size - offset).min(STRIDE) as usize)
+            })
         })
         .collect();
     let next = AtomicUsize::new(0);
     let failed: Mutex<Option<Error>> = Mutex::new(None);
     let threads = std::thread::available_parallelism().map_or(1, |n| n.get().min(MAX_THREADS));
-    std::thread::scope(|scope| {
-        let work_on = || {
-            while let Some(&(index, offset)) = strides.get(next.fetch_add(1, Ordering::Relaxed)) {
-                let Some(chunk) = chunks.get(index) else {
-                    break;
-                };
-                let len = (chunk.size - offset).min(STRIDE) as usize;
-                if let Err(error) = work(index, chunk, offset, len) {
-                    next.store(strides.len(), Ordering::Relaxed);
-                    if let Ok(mut failed) = failed.lock() {
-                        failed.get_or_insert(error);
-                    }
-                    break;
-                }
+    let work_on = |number: u16| {
+        let run = || {
+            let mut access = Access::open(backend, number, LOOK)?;
+            while let Some(&(chunk, offset, len)) =
+                strides.get(next.fetch_add(1, Ordering::Relaxed))
+            {
+                work(&mut access, chunk, offset, len)?;
             }
+            Ok(())
         };
-        for _ in 1..threads.min(strides.len()) {
-            // A thread that cannot be made is one less: this one works too.
-            let _ = std::thread::Builder::new().spawn_scoped(scope, work_on);
+        if let Err(error) = run() {
+            next.store(strides.len(), Ordering::Relaxed);
+            if let Ok(mut failed) = failed.lock() {
+                failed.get_or_insert(error);
+            }
         }
-        work_on();
+    };
+    std::thread::scope(|scope| {
+        for number in (1..).take(threads.min(strides.len()).saturating_sub(1)) {
+            let work_on = &work_on;
+            // A thread that cannot be made is one less: this one works too.
+            let _ = std::thread::Builder::new().spawn_scoped(scope, move || work_on(number));
+        }
+        work_on(0);
     });
     match failed.into_inner() {
         Ok(None) => Ok(()),
@@ -161,33 +161,40 @@ mod tests {
         let backend = MemoryHandles::Host(HostMemory::create(&layout).unwrap())
             .open(&layout)
             .unwrap();
-        let routines = CopyRoutines::best();
         for chunk in backend.chunks() {
-            let at = chunk.mapping.at(0, chunk.size as usize).unwrap();
+            let at = chunk.at(0, chunk.size as usize).unwrap();
             // SAFETY: the chunk is mapped for its size and nobody else uses it.
             unsafe { std::ptr::write_bytes(at, 0xa5, chunk.size as usize) };
         }
-        zero_and_check(backend.chunks(), &routines).unwrap();
-        for chunk in backend.chunks() {
-            let at = chunk.mapping.at(0, chunk.size as usize).unwrap();
+        zero_and_check(&*backend).unwrap();
+        let mut access = Access::open(&*backend, 0, HEADER_BYTES as usize).unwrap();
+        for (chunk, index) in backend.chunks().iter().zip(0..) {
+            let at = chunk.at(0, chunk.size as usize).unwrap();
             // SAFETY: as above.
             let bytes = unsafe { std::slice::from_raw_parts(at, chunk.size as usize) };
             assert!(bytes.iter().all(|&byte| byte == 0));
-            assert_eq!(read_header(chunk, &routines), Err(HeaderError::NoMagic));
+            assert_eq!(
+                read_header(&mut access, chunk, index),
+                Err(HeaderError::NoMagic)
+            );
         }
-        let header = Header {
+        let header = |index| Header {
             uuid: [7; 16],
             name: "t".parse().unwrap(),
-            index: 0,
+            index,
             count: 3,
-            chunk_bytes: 2 << 20,
+            chunk_bytes: layout.chunk_bytes(index),
             device_bytes: 5 << 20,
             chunk_size: 2 << 20,
             generation: 1,
             clean: false,
         };
-        let first = &backend.chunks()[0];
-        write_header(first, &header, &routines).unwrap();
-        assert_eq!(read_header(first, &routines), Ok(header));
+        write_headers(&*backend, header).unwrap();
+        for (chunk, index) in backend.chunks().iter().zip(0..) {
+            assert_eq!(
+                read_header(&mut access, chunk, index),
+                Ok(header(index))
+            );
+        }
     }
 }

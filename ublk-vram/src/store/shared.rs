@@ -64,6 +64,12 @@ impl SharedMapping {
         self.len == 0
     }
 
+    /// The whole mapping, kept alive by the handle given out.
+    pub fn as_mapping(self: &Arc<Self>) -> Mapping {
+        // SAFETY: the range is unmapped when the last handle, of which the owner is one, is dropped.
+        unsafe { Mapping::new(self.base, self.len, Arc::<SharedMapping>::clone(self)) }
+    }
+
     /// The whole mapping as device memory.
     pub fn into_mapping(self) -> Mapping {
         let (base, len) = (self.base, self.len);

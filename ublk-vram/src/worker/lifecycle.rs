@@ -15,7 +15,6 @@ use super::status::Status;
 use super::swapoff::SwapoffHelper;
 use crate::backend::Backend;
 use crate::control::Reply;
-use crate::copy::CopyRoutines;
 use crate::device::DeviceState;
 use crate::error::{Error, ErrorKind, Result};
 use crate::safety::{self, Holder, Root};
@@ -286,7 +285,7 @@ impl Live<'_> {
             std::mem::forget((self.backend, self.table));
             return Err(error);
         }
-        zero_and_check(self.backend.chunks(), &CopyRoutines::best()).unwrap_or_else(|error| {
+        zero_and_check(&*self.backend).unwrap_or_else(|error| {
             tracing::error!("the device's memory could not be wiped: {error}");
         });
         Ok(())

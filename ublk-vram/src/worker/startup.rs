@@ -14,13 +14,12 @@ use super::swapoff::SwapoffHelper;
 use crate::backend::fault::{FaultBackend, FaultControl};
 use crate::backend::{Backend, QueueId};
 use crate::control;
-use crate::copy::CopyRoutines;
 use crate::device::StaticInfo;
 use crate::engine::{Engine, StatsTable};
 use crate::error::{Error, ErrorKind, Result};
 use crate::safety;
 use crate::store::shared::SharedMapping;
-use crate::store::{ChunkTable, Header, write_header, zero_and_check};
+use crate::store::{ChunkTable, Header, write_headers, zero_and_check};
 use crate::ublk::{Geometry, QueueHandle, Target, start_queue};
 
 /// ADD_DEV is known to hang on some kernels; then the process ends with a reason.
@@ -45,11 +44,8 @@ pub(super) fn bring_up<'a>(
     let stats = Arc::new(session.map_state()?);
     let arena = Arc::new(session.map_arena()?);
     let mut backend = session.memory.open(&session.layout)?;
-    let routines = CopyRoutines::best();
-    zero_and_check(backend.chunks(), &routines)?;
-    for (chunk, index) in backend.chunks().iter().zip(0..) {
-        write_header(chunk, &header(session, index), &routines)?;
-    }
+    zero_and_check(&*backend)?;
+    write_headers(&*backend, |index| header(session, index))?;
 
     let lab = &session.spec.lab;
     let fault = lab.fault.then(|| Arc::new(FaultControl::default()));
@@ -58,7 +54,12 @@ pub(super) fn bring_up<'a>(
     }
     let table = Arc::new(ChunkTable::new(backend.chunks(), session.shape.queues));
     let storage = session.memory.system_bytes(&session.layout);
-    let status = Arc::new(Status::new(Arc::clone(&stats), arena.len() as u64, storage));
+    let status = Arc::new(Status::new(
+        Arc::clone(&stats),
+        arena.len() as u64,
+        storage,
+        backend.paths(),
+    ));
     let helper = SwapoffHelper::start()?;
 
     // From here on every mapping is locked, those of threads and of later allocations included.
@@ -72,7 +73,7 @@ pub(super) fn bring_up<'a>(
     start_signal_thread(sender.clone())?;
     start_control_thread(session, &status, sender.clone(), fault)?;
 
-    let engines = make_engines(session, &*backend, &table, &stats)?;
+    let engines = make_engines(session, &*backend, &table, &stats, &arena)?;
     let target = {
         let _guard = AddGuard::set(session, pipe);
         Target::add(
@@ -127,12 +128,14 @@ fn make_engines(
     backend: &dyn Backend,
     table: &Arc<ChunkTable>,
     stats: &Arc<StatsTable>,
+    arena: &Arc<SharedMapping>,
 ) -> Result<Vec<Engine>> {
+    let memory = SharedMapping::as_mapping(arena);
     let depth = session.shape.depth;
     (0..session.shape.queues)
         .map(|number| {
             let queue = QueueId(number);
-            let copies = backend.open_queue(queue, Engine::copies(depth))?;
+            let copies = backend.open_queue(queue, Engine::copies(depth), &memory)?;
             let (table, stats) = (Arc::clone(table), Arc::clone(stats));
             Ok(Engine::new(
                 queue,

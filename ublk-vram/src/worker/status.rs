@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use tokio::sync::oneshot;
 
 use super::lifecycle::Event;
+use crate::backend::PathsWatch;
 use crate::backend::fault::FaultControl;
 use crate::control::{Answer, Call, Handler, Reply};
 use crate::device::{DeviceInfo, DeviceState, StaticInfo};
@@ -17,6 +18,7 @@ use crate::safety;
 pub(super) struct Status {
     current: Mutex<(DeviceState, Option<String>)>,
     fixed: Mutex<Option<StaticInfo>>,
+    paths: Option<PathsWatch>,
     stats: Arc<StatsTable>,
     arena: u64,
     /// Bytes of device memory that is system memory (the host backend's): locked, but not a cost.
@@ -24,10 +26,16 @@ pub(super) struct Status {
 }
 
 impl Status {
-    pub(super) fn new(stats: Arc<StatsTable>, arena: u64, storage: u64) -> Status {
+    pub(super) fn new(
+        stats: Arc<StatsTable>,
+        arena: u64,
+        storage: u64,
+        paths: Option<PathsWatch>,
+    ) -> Status {
         Status {
             current: Mutex::new((DeviceState::Creating, None)),
             fixed: Mutex::new(None),
+            paths,
             stats,
             arena,
             storage,
@@ -78,6 +86,7 @@ impl Status {
             reason,
             memory,
             queue: self.stats.read(),
+            paths: self.paths.as_ref().map(|paths| paths()),
         })
     }
 }

@@ -1,14 +1,14 @@
 //! What a check is written with: memory for copies, patterns, and a queue that is watched.
 
-use std::alloc;
 use std::collections::HashMap;
 use std::os::fd::{BorrowedFd, RawFd};
-use std::ptr::NonNull;
 use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
-use crate::backend::{Backend, BackendQueue, ChunkMemory, Completion, Copy, Direction, QueueId};
+use crate::backend::{
+    Backend, BackendQueue, ChunkMemory, Completion, Copy, Direction, Mapping, QueueId,
+};
 
 /// A batch of copies that takes longer than this is lost.
 const LIMIT: Duration = Duration::from_secs(30);
@@ -50,37 +50,25 @@ pub(super) fn ensure(holds: bool, why: impl FnOnce() -> String) -> Verdict {
 
 /// Page-aligned memory that copies go to and come from.
 pub(super) struct Arena {
-    base: NonNull<u8>,
-    len: usize,
+    memory: Mapping,
 }
-
-// SAFETY: the arena owns its memory, and nothing in it belongs to a thread.
-unsafe impl Send for Arena {}
 
 impl Arena {
     pub(super) fn new(len: usize) -> Verdict<Arena> {
-        let layout = alloc::Layout::from_size_align(len.max(4096), 4096);
-        let layout = layout.map_err(|error| Stop::Fail(error.to_string()))?;
-        // SAFETY: the size is not zero.
-        match NonNull::new(unsafe { alloc::alloc_zeroed(layout) }) {
-            Some(base) => Ok(Arena {
-                base,
-                len: layout.size(),
-            }),
-            None => skip(format!("no memory for {len} bytes of buffers")),
+        match Mapping::anonymous(len) {
+            Ok(memory) => Ok(Arena { memory }),
+            Err(error) => skip(error.to_string()),
         }
     }
 
     /// The address of `len` bytes at `at`.
     fn address(&self, at: usize, len: usize) -> Verdict<*mut u8> {
-        if at.checked_add(len).is_none_or(|end| end > self.len) {
-            return fail(format!(
+        self.memory.at(at as u64, len).ok_or_else(|| {
+            Stop::Fail(format!(
                 "the suite asked for bytes {at}+{len} of an arena of {}",
-                self.len
-            ));
-        }
-        // SAFETY: just checked to be inside the allocation.
-        Ok(unsafe { self.base.as_ptr().add(at) })
+                self.memory.len()
+            ))
+        })
     }
 
     /// Fills `len` bytes at `at` with the pattern of `seed`. No copy may be using them.
@@ -116,15 +104,6 @@ impl Arena {
             }
         }
         Ok(())
-    }
-}
-
-impl Drop for Arena {
-    fn drop(&mut self) {
-        if let Ok(layout) = alloc::Layout::from_size_align(self.len, 4096) {
-            // SAFETY: allocated by `new` with this layout.
-            unsafe { alloc::dealloc(self.base.as_ptr(), layout) };
-        }
     }
 }
 
@@ -170,7 +149,7 @@ impl<'a> Watched<'a> {
         bytes: usize,
     ) -> Verdict<Watched<'a>> {
         let arena = Arena::new(bytes)?;
-        match backend.open_queue(QueueId(number), copies) {
+        match backend.open_queue(QueueId(number), copies, &arena.memory) {
             Ok(queue) => Ok(Watched {
                 chunks: backend.chunks(),
                 queue,
@@ -266,7 +245,7 @@ impl<'a> Watched<'a> {
                     LIMIT.as_secs()
                 ));
             }
-            if idle {
+            if idle && !self.queue.should_poll() {
                 match self.queue.completion_fd() {
                     Some(fd) => drop(wake(fd)?),
                     None => std::thread::sleep(Duration::from_micros(50)),

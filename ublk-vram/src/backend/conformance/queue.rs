@@ -124,7 +124,7 @@ pub(super) fn a_sleeper_is_woken(backend: &dyn Backend, layout: &Layout) -> Verd
         if left == 0 {
             return Ok(());
         }
-        if done == 0 {
+        if done == 0 && !queue.queue.should_poll() {
             while !wake(fd)? {
                 ensure(Instant::now() < end, || {
                     format!("not woken for {left} completions")

@@ -81,9 +81,14 @@ impl Backend for Broken {
         }
     }
 
-    fn open_queue(&self, queue: QueueId, copies: usize) -> Result<Box<dyn BackendQueue>> {
+    fn open_queue(
+        &self,
+        queue: QueueId,
+        copies: usize,
+        memory: &Mapping,
+    ) -> Result<Box<dyn BackendQueue>> {
         Ok(Box::new(BrokenQueue {
-            inner: self.inner.open_queue(queue, copies)?,
+            inner: self.inner.open_queue(queue, copies, memory)?,
             fault: self.fault,
             number: queue.0,
             again: None,
@@ -96,10 +101,10 @@ impl Backend for Broken {
 impl BackendQueue for BrokenQueue {
     unsafe fn submit(&mut self, copy: &Copy, chunk: &ChunkMemory) {
         let mut copy = *copy;
-        let inside = chunk.mapping.at(copy.offset, copy.len as usize).is_some();
+        let inside = chunk.at(copy.offset, copy.len as usize).is_some();
         match self.fault {
             Fault::RunsOver if copy.direction == Direction::Write && inside => {
-                if let Some(next) = chunk.mapping.at(copy.offset + u64::from(copy.len), 1) {
+                if let Some(next) = chunk.at(copy.offset + u64::from(copy.len), 1) {
                     // SAFETY: mapped, and the test has no copy in flight.
                     unsafe { *next = 0x55 };
                 }

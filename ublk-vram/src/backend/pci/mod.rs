@@ -94,7 +94,10 @@ fn carve(mapping: SharedMapping, layout: &Layout) -> Result<Vec<ChunkMemory>> {
             // SAFETY: `at` has shown that the range is inside what the owner keeps mapped.
             let mapping =
                 unsafe { Mapping::new(start, size as usize, Arc::<SharedMapping>::clone(&owner)) };
-            Ok(ChunkMemory { size, mapping })
+            Ok(ChunkMemory {
+                size,
+                mapping: Some(mapping),
+            })
         })
         .collect()
 }
@@ -129,7 +132,12 @@ impl Backend for PciBackend {
         &self.chunks
     }
 
-    fn open_queue(&self, _queue: QueueId, copies: usize) -> Result<Box<dyn BackendQueue>> {
+    fn open_queue(
+        &self,
+        _queue: QueueId,
+        copies: usize,
+        _memory: &Mapping,
+    ) -> Result<Box<dyn BackendQueue>> {
         Ok(Box::new(MappedQueue::new(self.routines, copies)))
     }
 }

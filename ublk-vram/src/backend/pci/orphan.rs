@@ -1,9 +1,7 @@
 //! What a killed server leaves claimed: wiped, and given back.
 
 use super::PciMemory;
-use crate::backend::Backend;
 use crate::control::RunDir;
-use crate::copy::CopyRoutines;
 use crate::error::Result;
 use crate::store::{Layout, zero_and_check};
 
@@ -25,7 +23,7 @@ pub fn wipe_orphan(address: &str, layout: &Layout) -> Result<()> {
         // The claim takes over what it finds, and its release sets it back.
         let memory = PciMemory::claim(address, Some(bar), layout)?;
         let backend = memory.open(layout)?;
-        zero_and_check(backend.chunks(), &CopyRoutines::best())?;
+        zero_and_check(&backend)?;
         drop(backend);
         memory.release()?;
     }

@@ -457,13 +457,13 @@ fn the_backend_passes_the_suite_and_the_memory_outlives_it() {
     check_backend(&backend, &layout).into_result().unwrap();
     let last = backend.chunks().last().unwrap().clone();
     drop(backend);
-    let at = last.mapping.at(last.size - 8, 8).unwrap();
+    let at = last.at(last.size - 8, 8).unwrap();
     // SAFETY: the clone of the chunk keeps the mapping.
     unsafe { at.cast::<u64>().write_volatile(0x1122_3344_5566_7788) };
     drop(last);
     let again = memory.open(&layout).unwrap();
     let last = again.chunks().last().unwrap();
-    let at = last.mapping.at(last.size - 8, 8).unwrap();
+    let at = last.at(last.size - 8, 8).unwrap();
     // SAFETY: mapped for as long as `again` lives.
     let word = unsafe { at.cast::<u64>().read_volatile() };
     assert_eq!(word, 0x1122_3344_5566_7788);

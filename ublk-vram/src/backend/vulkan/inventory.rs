@@ -5,6 +5,7 @@ use std::fmt;
 use ash::{ext, khr, vk};
 use serde::Serialize;
 
+use super::device::Abilities;
 use super::loader::{Instance, failed};
 use super::types;
 use crate::backend::pci::PciAddress;
@@ -112,6 +113,10 @@ pub struct Gpu {
     pub max_allocations: u32,
     /// Whether memory can be handed to another process (OPAQUE_FD).
     pub exportable: bool,
+    /// Whether its engines can move memory that the CPU does not map (Vulkan 1.2, timeline semaphores).
+    pub engines: bool,
+    /// Whether a display is on it.
+    pub display: bool,
     /// Whether memory stays where it is.
     pub residency: Residency,
     /// Why it cannot be used; `None` if it can.
@@ -230,6 +235,7 @@ fn describe(instance: &Instance, device: vk::PhysicalDevice) -> Result<Gpu> {
     let mappable = memory.mappable(kind == GpuKind::Discrete);
     let heap = mappable.and_then(|chosen| memory.heap(chosen.heap));
     let address = has_bus.then(|| address(&bus)).flatten();
+    let engines = Abilities::of(instance, device, &extensions).timeline;
     Ok(Gpu {
         name: text(basic.device_name_as_c_str()),
         address,
@@ -249,10 +255,12 @@ fn describe(instance: &Instance, device: vk::PhysicalDevice) -> Result<Gpu> {
         max_allocation: limits.max_memory_allocation_size,
         max_allocations: basic.limits.max_memory_allocation_count,
         exportable: is_exportable(instance, device, &extensions),
+        engines,
+        display: address.is_some_and(has_display),
         residency: Residency::of(kind, driver.driver_id),
-        reason: mappable.is_none().then(|| {
-            "the CPU cannot map its memory: the driver offers none that is device-local, \
-             host-visible and host-coherent (is Resizable BAR off in the firmware?)"
+        reason: (mappable.is_none() && !engines).then(|| {
+            "the CPU cannot map its memory (is Resizable BAR off in the firmware?), and its driver has \
+             no timeline semaphores to move it by the GPU's engines"
                 .to_owned()
         }),
     })
@@ -278,6 +286,8 @@ fn too_old(basic: &vk::PhysicalDeviceProperties) -> Gpu {
         max_allocation: 0,
         max_allocations: 0,
         exportable: false,
+        engines: false,
+        display: false,
         residency: Residency::of(kind, vk::DriverId::default()),
         reason: Some("its driver has Vulkan 1.0 and 1.1 is needed".to_owned()),
     }
@@ -301,6 +311,26 @@ fn is_exportable(instance: &Instance, device: vk::PhysicalDevice, extensions: &E
     let features = answer.external_memory_properties.external_memory_features;
     features.contains(vk::ExternalMemoryFeatureFlags::EXPORTABLE)
         && !features.contains(vk::ExternalMemoryFeatureFlags::DEDICATED_ONLY)
+}
+
+/// Whether a display is connected to the GPU at `address`, by the connectors of its DRM driver, or it
+/// is the one that the firmware boots with.
+fn has_display(address: PciAddress) -> bool {
+    let function = format!("/sys/bus/pci/devices/{address}");
+    let says = |path: &std::path::Path, word: &str| {
+        std::fs::read_to_string(path).is_ok_and(|text| text.trim() == word)
+    };
+    let folders = |path: &std::path::Path| {
+        let entries = std::fs::read_dir(path).into_iter().flatten().flatten();
+        entries.map(|entry| entry.path()).collect::<Vec<_>>()
+    };
+    let function = std::path::Path::new(&function);
+    says(&function.join("boot_vga"), "1")
+        || folders(&function.join("drm")).iter().any(|card| {
+            let connectors = folders(card);
+            let mut status = connectors.iter().map(|each| each.join("status"));
+            status.any(|status| says(&status, "connected"))
+        })
 }
 
 fn address(bus: &vk::PhysicalDevicePCIBusInfoPropertiesEXT<'_>) -> Option<PciAddress> {

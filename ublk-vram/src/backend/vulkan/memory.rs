@@ -1,128 +1,315 @@
-//! A logical device, and the allocations made from it.
-//!
-//! Who keeps whom alive: a chunk's mapping owns its [`Allocation`], that the [`Device`], that the
-//! [`Instance`]. So memory is unmapped and freed before the device ends, the device before the
-//! instance, in whatever order the holders let go.
+//! Allocations of a GPU's memory: the chunks of a device.
 
-use std::ffi::CStr;
+use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use ash::{khr, vk};
+use ash::vk;
 
-use super::inventory::{Extensions, Gpu, GpuKind, inventory};
-use super::loader::{Instance, failed};
-use super::select::select;
-use super::types::{Memory, MemoryType};
+use super::device::Device;
+use super::inventory::Gpu;
+use super::loader::failed;
+use super::types::MemoryType;
 use crate::backend::{ChunkMemory, Mapping};
 use crate::copy::LINE;
 use crate::error::{Error, ErrorKind, Result};
 use crate::size::human;
 use crate::store::Layout;
 
-/// A GPU, opened.
-pub(super) struct Device {
-    pub(super) gpu: Gpu,
-    pub(super) memory_type: MemoryType,
-    api: ash::Device,
-    _instance: Instance,
+/// One allocation with the one buffer that covers it. Freed when this is dropped; freeing unmaps it.
+pub(super) struct Allocation {
+    pub(super) buffer: vk::Buffer,
+    /// Where the shader finds it; 0 without device addresses.
+    pub(super) address: u64,
+    memory: vk::DeviceMemory,
+    device: Arc<Device>,
 }
 
-impl Drop for Device {
+impl Drop for Allocation {
     fn drop(&mut self) {
-        // SAFETY: every allocation keeps the device alive, and nothing was ever submitted to its queue.
-        unsafe { self.api.destroy_device(None) };
+        if self.device.is_abandoned() {
+            return;
+        }
+        // SAFETY: the handles are of this device and freed nowhere else; who used the mapping or sent
+        // copies is gone. Null handles are ignored. Freeing memory that is mapped unmaps it (Vulkan,
+        // vkFreeMemory), so a failed map needs no case.
+        unsafe {
+            self.device.api.destroy_buffer(self.buffer, None);
+            self.device.api.free_memory(self.memory, None);
+        }
     }
 }
 
-impl Device {
-    /// Opens the GPU that `name` means.
+/// The memory of one chunk: what the store sees, and what the engines use.
+pub(super) struct Chunk {
+    pub(super) memory: ChunkMemory,
+    pub(super) allocation: Arc<Allocation>,
+}
+
+/// Allocates every chunk of the layout: mapped for the CPU as far as the driver goes, and up to
+/// `most_mapped` bytes, beyond that (if there are engines) for the GPU alone. On an error all are given back.
+///
+/// # Errors
+/// Why a chunk cannot be had, and how much could.
+pub(super) fn allocate(
+    device: &Arc<Device>,
+    layout: &Layout,
+    most_mapped: u64,
+) -> Result<Vec<Chunk>> {
+    let has_engine = device.can.timeline && !device.copy_queues.is_empty();
+    let mut mapped = device.types.mapped;
+    let local = device.types.local.filter(|_| has_engine);
+    let mut got = 0;
+    (0..layout.chunks())
+        .map(|index| {
+            let size = layout.chunk_bytes(index);
+            if local.is_some() && got + size > most_mapped {
+                mapped = None;
+            }
+            let mut outcome = match mapped {
+                Some(kind) => Chunk::new(device, size, kind, true, Source::Storage),
+                None => Err(Error::new(
+                    ErrorKind::Unsupported,
+                    format!("the CPU cannot map the memory of {}", device.gpu.label()),
+                )),
+            };
+            if let (Err(_), Some(kind)) = (&outcome, local) {
+                // The aperture is used up (or there is none): what follows is for the engines.
+                mapped = None;
+                outcome = Chunk::new(device, size, kind, false, Source::Storage);
+            }
+            let chunk = outcome.map_err(|error| {
+                Error::new(
+                    error.kind,
+                    format!(
+                        "{error}; {} of the {} wanted were got and are given back: make the device \
+                         smaller",
+                        human(got),
+                        human(layout.total_bytes())
+                    ),
+                )
+            })?;
+            got += size;
+            Ok(chunk)
+        })
+        .collect()
+}
+
+impl Chunk {
+    /// Allocates `size` bytes of a type, and maps them if the CPU is to reach them.
+    fn new(
+        device: &Arc<Device>,
+        size: u64,
+        kind: MemoryType,
+        is_mapped: bool,
+        source: Source,
+    ) -> Result<Chunk> {
+        let allocation = Arc::new(Allocation::new(device, size, kind.index, source)?);
+        let mapping = if is_mapped {
+            Some(allocation.map(size)?)
+        } else {
+            None
+        };
+        Ok(Chunk {
+            memory: ChunkMemory { size, mapping },
+            allocation,
+        })
+    }
+}
+
+/// Where the memory of an allocation comes from.
+pub(super) enum Source {
+    /// Fresh, for the engine's own tables and for staging.
+    Own,
+    /// Fresh, for storage: exportable where the driver can.
+    Storage,
+    /// Another process's ([`Allocation::export`]).
+    Import(OwnedFd),
+    /// Memory of this process at this address, which must outlive the allocation.
+    Host(NonNull<u8>),
+}
+
+impl Allocation {
+    /// Allocates memory of type `kind` and binds a buffer of `size` bytes to it.
     ///
     /// # Errors
-    /// There is no Vulkan, no such GPU, it cannot be used, or its driver fails.
-    pub(super) fn open(name: &str, allow_cpu_device: bool) -> Result<Arc<Device>> {
-        let instance = Instance::new()?;
-        let (gpus, handles): (Vec<_>, Vec<_>) = inventory(&instance)?.into_iter().unzip();
-        let chosen = select(&gpus, name, allow_cpu_device)?;
-        let found = gpus.into_iter().zip(handles).nth(chosen);
-        let Some((gpu, handle)) = found else {
-            return Err(Error::new(ErrorKind::NotFound, "the GPU is gone"));
+    /// [`ErrorKind::NoSpace`] if there is no more of it.
+    pub(super) fn new(
+        device: &Arc<Device>,
+        size: u64,
+        kind: u32,
+        source: Source,
+    ) -> Result<Allocation> {
+        use vk::ExternalMemoryHandleTypeFlags as Handles;
+        let handles = match &source {
+            Source::Storage if device.gpu.exportable => Handles::OPAQUE_FD,
+            Source::Import(_) => Handles::OPAQUE_FD,
+            Source::Host(_) => Handles::HOST_ALLOCATION_EXT,
+            Source::Storage | Source::Own => Handles::empty(),
         };
-        let memory = Memory::of(&instance, handle, false);
-        let Some(memory_type) = memory.mappable(gpu.kind == GpuKind::Discrete) else {
+        let (label, wanted) = (device.gpu.label(), human(size));
+        let fail = |what: &str, result| {
+            device.note(result);
+            failed(format!("{label} {what} {wanted} of memory"), result)
+        };
+        // What is made from here on is freed by the drop, whatever fails.
+        let mut allocation = Allocation {
+            buffer: vk::Buffer::null(),
+            address: 0,
+            memory: vk::DeviceMemory::null(),
+            device: Arc::clone(device),
+        };
+        let mut external = vk::ExternalMemoryBufferCreateInfo::default().handle_types(handles);
+        let mut usage = vk::BufferUsageFlags::TRANSFER_SRC | vk::BufferUsageFlags::TRANSFER_DST;
+        if device.can.address {
+            usage |= vk::BufferUsageFlags::STORAGE_BUFFER
+                | vk::BufferUsageFlags::INDIRECT_BUFFER
+                | vk::BufferUsageFlags::SHADER_DEVICE_ADDRESS;
+        }
+        let mut create = vk::BufferCreateInfo::default().size(size).usage(usage);
+        if device.families.len() > 1 {
+            create = create
+                .sharing_mode(vk::SharingMode::CONCURRENT)
+                .queue_family_indices(&device.families);
+        }
+        if !handles.is_empty() {
+            create = create.push_next(&mut external);
+        }
+        // SAFETY: the device is alive, and `create` with its chain outlives the call.
+        allocation.buffer = unsafe { device.api.create_buffer(&create, None) }
+            .map_err(|result| fail("makes no buffer for", result))?;
+        // SAFETY: the buffer was just made from this device.
+        let needs = unsafe { device.api.get_buffer_memory_requirements(allocation.buffer) };
+        if needs.memory_type_bits & 1 << kind == 0 || needs.size > size.next_multiple_of(needs.alignment)
+        {
             return Err(Error::new(
                 ErrorKind::Unsupported,
-                format!("the CPU cannot map the memory of {}", gpu.label()),
+                format!("{label} makes no buffer of {wanted} in memory of type {kind}"),
             ));
-        };
-        let api = logical_device(&instance, handle, &gpu)?;
-        Ok(Arc::new(Device {
-            gpu,
-            memory_type,
-            api,
-            _instance: instance,
-        }))
-    }
-
-    /// Allocates and maps every chunk of the layout. On an error all of them are given back.
-    ///
-    /// # Errors
-    /// Why a chunk cannot be had, and how much could.
-    pub(super) fn chunks(self: &Arc<Self>, layout: &Layout) -> Result<Vec<ChunkMemory>> {
-        let mut got = 0;
-        (0..layout.chunks())
-            .map(|index| {
-                let size = layout.chunk_bytes(index);
-                let mapping = self.allocate(size).map_err(|error| {
-                    Error::new(
-                        error.kind,
-                        format!(
-                            "{error}; {} of the {} wanted were got and are given back: make the device \
-                             smaller",
-                            human(got),
-                            human(layout.total_bytes())
-                        ),
-                    )
-                })?;
-                got += size;
-                Ok(ChunkMemory { size, mapping })
-            })
-            .collect()
-    }
-
-    /// One allocation, mapped whole for as long as the mapping lives.
-    fn allocate(self: &Arc<Self>, size: u64) -> Result<Mapping> {
-        let (label, wanted) = (self.gpu.label(), human(size));
-        let mut export = vk::ExportMemoryAllocateInfo::default()
-            .handle_types(vk::ExternalMemoryHandleTypeFlags::OPAQUE_FD);
+        }
+        let mut flags = vk::MemoryAllocateFlagsInfo::default();
+        let mut priority = vk::MemoryPriorityAllocateInfoEXT::default().priority(1.0);
+        let mut export = vk::ExportMemoryAllocateInfo::default().handle_types(handles);
+        let mut import = vk::ImportMemoryFdInfoKHR::default().handle_type(handles);
+        let mut host = vk::ImportMemoryHostPointerInfoEXT::default().handle_type(handles);
         let mut info = vk::MemoryAllocateInfo::default()
-            .allocation_size(size)
-            .memory_type_index(self.memory_type.index);
-        if self.gpu.exportable {
-            info = info.push_next(&mut export);
+            .allocation_size(needs.size)
+            .memory_type_index(kind);
+        match &source {
+            Source::Storage if !handles.is_empty() => info = info.push_next(&mut export),
+            Source::Import(fd) => {
+                import = import.fd(fd.as_raw_fd());
+                info = info.push_next(&mut import);
+            }
+            Source::Host(address) => {
+                host.p_host_pointer = address.as_ptr().cast();
+                info = info.push_next(&mut host);
+            }
+            Source::Storage | Source::Own => {}
+        }
+        if device.can.address {
+            flags = flags.flags(vk::MemoryAllocateFlags::DEVICE_ADDRESS);
+            info = info.push_next(&mut flags);
+        }
+        if device.can.priority {
+            info = info.push_next(&mut priority);
         }
         // SAFETY: the device is alive, and `info` with its chain outlives the call.
-        let memory = unsafe { self.api.allocate_memory(&info, None) }
-            .map_err(|result| failed(format!("{label} gives no {wanted} of memory"), result))?;
-        let allocation = Allocation {
-            memory,
-            device: Arc::clone(self),
-        };
+        allocation.memory = unsafe { device.api.allocate_memory(&info, None) }
+            .map_err(|result| fail("gives no", result))?;
+        if let Source::Import(fd) = source {
+            // A driver that took it owns it (Vulkan, VkImportMemoryFdInfoKHR).
+            let _ = fd.into_raw_fd();
+        }
+        // SAFETY: both were just made from this device, fit each other, and are bound to nothing.
+        unsafe {
+            device
+                .api
+                .bind_buffer_memory(allocation.buffer, allocation.memory, 0)
+        }
+        .map_err(|result| fail("cannot bind", result))?;
+        if device.can.address {
+            let info = vk::BufferDeviceAddressInfo::default().buffer(allocation.buffer);
+            // SAFETY: the buffer is bound, and was made for this.
+            allocation.address = unsafe { device.api.get_buffer_device_address(&info) };
+        }
+        Ok(allocation)
+    }
+
+    /// Maps `size` bytes for as long as the mapping lives. To be called once, on a host-visible type.
+    ///
+    /// # Errors
+    /// [`ErrorKind::NoSpace`] if the driver has no room to map it.
+    pub(super) fn map(self: &Arc<Self>, size: u64) -> Result<Mapping> {
+        let (label, wanted) = (self.device.gpu.label(), human(size));
         let range = (0, vk::WHOLE_SIZE, vk::MemoryMapFlags::empty());
         // SAFETY: the memory is host-visible, not mapped yet, and nobody else has its handle.
-        let base = unsafe { self.api.map_memory(memory, range.0, range.1, range.2) }
-            .map_err(|result| failed(format!("{wanted} of {label} cannot be mapped"), result))?;
+        let base = unsafe {
+            self.device
+                .api
+                .map_memory(self.memory, range.0, range.1, range.2)
+        }
+        .map_err(|result| failed(format!("{wanted} of {label} cannot be mapped"), result))?;
         let base = NonNull::new(base.cast::<u8>())
             .filter(|base| base.as_ptr().addr().is_multiple_of(LINE));
         match (base, usize::try_from(size)) {
-            // SAFETY: the driver has mapped all of the allocation, whose size this is, for reading and
-            // writing; it stays mapped until the allocation is dropped.
-            (Some(base), Ok(len)) => Ok(unsafe { Mapping::new(base, len, Arc::new(allocation)) }),
+            // SAFETY: the driver has mapped all of the allocation, which is at least so large, for
+            // reading and writing; it stays mapped until the allocation is dropped.
+            (Some(base), Ok(len)) => Ok(unsafe {
+                Mapping::new(base, len, Arc::<Allocation>::clone(self))
+            }),
             _ => Err(Error::new(
                 ErrorKind::Io,
                 format!("the driver mapped {wanted} of {label} at an impossible address"),
             )),
         }
+    }
+
+    /// A descriptor that keeps the memory alive when this process is gone, and by which another one
+    /// finds it again ([`Chunk::import`]).
+    ///
+    /// # Errors
+    /// If the driver makes none.
+    pub(super) fn export(&self) -> Result<OwnedFd> {
+        let label = self.device.gpu.label();
+        let Some(descriptors) = &self.device.descriptors else {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                format!("the driver of {label} hands no memory to other processes"),
+            ));
+        };
+        let info = vk::MemoryGetFdInfoKHR::default()
+            .memory(self.memory)
+            .handle_type(vk::ExternalMemoryHandleTypeFlags::OPAQUE_FD);
+        // SAFETY: the memory was allocated to be exported so.
+        let fd = unsafe { descriptors.get_memory_fd(&info) }.map_err(|result| {
+            failed(format!("no descriptor of memory of {label} can be had"), result)
+        })?;
+        // SAFETY: the driver has just made the descriptor for us.
+        Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+    }
+}
+
+impl Chunk {
+    /// The chunk of `size` bytes that [`Allocation::export`] gave `fd` for, in this process or another.
+    ///
+    /// # Errors
+    /// If the driver does not take it: another GPU, another driver, another size.
+    pub(super) fn import(
+        device: &Arc<Device>,
+        size: u64,
+        is_mapped: bool,
+        fd: OwnedFd,
+    ) -> Result<Chunk> {
+        let types = &device.types;
+        let kind = if is_mapped { types.mapped } else { types.local };
+        let Some(kind) = kind.filter(|_| device.descriptors.is_some()) else {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                format!("{} takes no memory of another process", device.gpu.label()),
+            ));
+        };
+        Chunk::new(device, size, kind, is_mapped, Source::Import(fd))
     }
 }
 
@@ -151,64 +338,4 @@ pub(super) fn check(gpu: &Gpu, layout: &Layout) -> Result<()> {
         )));
     }
     Ok(())
-}
-
-/// Memory of the GPU. Freed when this is dropped; freeing unmaps it first.
-struct Allocation {
-    memory: vk::DeviceMemory,
-    device: Arc<Device>,
-}
-
-impl Drop for Allocation {
-    fn drop(&mut self) {
-        // SAFETY: the handle is of this device and freed nowhere else; who used the mapping is gone.
-        // Freeing memory that is mapped unmaps it (Vulkan, vkFreeMemory), so a failed map needs no case.
-        unsafe { self.device.api.free_memory(self.memory, None) };
-    }
-}
-
-/// Vulkan makes no device without a queue; the transfer-only one, where there is one, costs least.
-fn logical_device(
-    instance: &Instance,
-    device: vk::PhysicalDevice,
-    gpu: &Gpu,
-) -> Result<ash::Device> {
-    // SAFETY: the handle is of this instance.
-    let families = unsafe {
-        instance
-            .api
-            .get_physical_device_queue_family_properties(device)
-    };
-    let heavy = vk::QueueFlags::GRAPHICS | vk::QueueFlags::COMPUTE;
-    let light = families.iter().position(|family| {
-        let flags = family.queue_flags;
-        family.queue_count > 0
-            && flags.contains(vk::QueueFlags::TRANSFER)
-            && !flags.intersects(heavy)
-    });
-    let any = || families.iter().position(|family| family.queue_count > 0);
-    let family = light
-        .or_else(any)
-        .and_then(|index| u32::try_from(index).ok());
-    let Some(family) = family else {
-        return Err(Error::new(
-            ErrorKind::Unsupported,
-            format!("the driver of {} has no queue at all", gpu.label()),
-        ));
-    };
-    let queues = [vk::DeviceQueueCreateInfo::default()
-        .queue_family_index(family)
-        .queue_priorities(&[1.0])];
-    let extensions = Extensions::of(instance, device)?;
-    let names: Vec<*const std::ffi::c_char> = [khr::external_memory_fd::NAME]
-        .into_iter()
-        .filter(|name| gpu.exportable && extensions.has(name))
-        .map(CStr::as_ptr)
-        .collect();
-    let info = vk::DeviceCreateInfo::default()
-        .queue_create_infos(&queues)
-        .enabled_extension_names(&names);
-    // SAFETY: the handle is of this instance; `info` and what it points to outlive the call.
-    unsafe { instance.api.create_device(device, &info, None) }
-        .map_err(|result| failed(format!("cannot open {}", gpu.label()), result))
 }

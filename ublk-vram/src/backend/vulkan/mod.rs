@@ -1,48 +1,68 @@
-//! GPU memory through Vulkan, mapped for the CPU.
+//! GPU memory through Vulkan: mapped for the CPU, moved by the GPU's engines, or both.
 //!
 //! Why Vulkan: it is the one interface that every maker's driver has, it needs nothing but the driver
 //! to run, and it tells what memory there is before any is taken. Memory that is both device-local and
 //! host-visible is the GPU's own memory in its PCI aperture (Resizable BAR); the driver maps it
-//! write-combined, and the copy routines of every mapped backend do the rest.
+//! write-combined, and the CPU's streaming copies are the fastest way to it for writes and for small
+//! reads. Copy engines and, for deep queues, a compute shader are faster for the rest, and reach the
+//! memory that the aperture does not show. [`queue`] asks the planner for each batch.
 //!
 //! What it promises:
 //! - The GPU that the user names is used, or refused with the reason ([`list`] gives it beforehand).
-//! - All memory is allocated and mapped before the device is shown; what cannot be had in full is given
-//!   back in full.
+//! - All memory is allocated before the device is shown, mapped as far as the driver maps it; what
+//!   cannot be had in full is given back in full.
 //! - On a card, memory that is really system memory is found by its speed and refused. A CPU device's
 //!   memory is system memory by nature: it is not looked at, and needs `--allow-cpu-device`.
-//! - Once open, no Vulkan function is called until the memory is freed: no driver code runs on the I/O
-//!   path.
-//!
-//! What it may not do: submit work to the GPU, or change its settings.
+//! - A driver without timeline semaphores (before Vulkan 1.2) is used for its mapped memory alone.
+//! - A lost GPU (VK_ERROR_DEVICE_LOST) is a state: every copy ends with EIO, nothing is retried.
 //!
 //! Memory is exportable (OPAQUE_FD) where the driver can, so that it can outlive its maker.
 
+mod board;
+mod calibrate;
+mod device;
+mod engine;
+mod host;
 mod inventory;
 mod loader;
 mod memory;
+mod queue;
 mod select;
 mod speed;
 #[cfg(test)]
 mod tests;
 mod types;
 
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::time::Instant;
 
 pub use inventory::{Gpu, GpuKind, Residency, list};
 pub use select::{AUTO, is_uuid};
 
-use self::memory::Device;
-use super::mapped::MappedQueue;
-use super::{Backend, BackendQueue, ChunkMemory, QueueId};
+use self::board::Board;
+use self::device::Device;
+use self::engine::{CopyLane, GatherLane, Waker};
+use self::host::HostSide;
+use self::memory::{Allocation, Chunk};
+use self::queue::{BATCH_COPIES, Engines, Parts, VulkanQueue};
+use super::{Backend, BackendQueue, ChunkMemory, Mapping, PathsWatch, QueueId};
 use crate::copy::CopyRoutines;
+use crate::copy::planner::{Cost, Costs, Path, Paths, Planner};
+use crate::device::{CopyPath, VulkanSpec};
 use crate::error::{Error, ErrorKind, Result};
 use crate::size::human;
 use crate::store::Layout;
 
+/// Batches that one queue thread has with the copy engine at once.
+const COPY_SLOTS: usize = 32;
+/// And with the shader.
+const GATHER_SLOTS: usize = 8;
 /// What is left to others on a GPU, at least.
 const LEAST_RESERVE: u64 = 1 << 30;
-/// And this part of what the process may use.
+/// The same where a display is on it.
+const DISPLAY_RESERVE: u64 = 2 << 30;
+/// And this part of its memory.
 const RESERVE_SHARE: u64 = 20;
 
 /// The GPU that `name` means: an index in [`list`], a PCI address, a UUID, or [`AUTO`].
@@ -56,42 +76,50 @@ pub fn find(name: &str, allow_cpu_device: bool) -> Result<Gpu> {
     gpu.ok_or_else(|| Error::new(ErrorKind::NotFound, format!("the GPU '{name}' is gone")))
 }
 
-/// Bytes a device may take from the GPU that `name` means: what is free of the memory that the CPU can
-/// map, less a reserve for others. Some drivers give less: a card may run out of PCI aperture first.
+/// Bytes a device may take from the GPU that `spec` names: what is free of the memory that can be
+/// used, less a reserve for others.
 ///
 /// # Errors
 /// As for [`find`].
-pub fn available(name: &str, allow_cpu_device: bool) -> Result<u64> {
-    find(name, allow_cpu_device).map(|gpu| takeable(&gpu))
+pub fn available(spec: &VulkanSpec) -> Result<u64> {
+    find(&spec.gpu, spec.allow_cpu_device).map(|gpu| takeable(&gpu, spec.reserve))
 }
 
-fn takeable(gpu: &Gpu) -> u64 {
-    gpu.host_visible_free.saturating_sub(reserve(gpu))
+/// All of the GPU's memory if its engines can move it, else what the CPU can map.
+fn takeable(gpu: &Gpu, reserve: Option<u64>) -> u64 {
+    let free = match gpu.free {
+        Some(free) if gpu.engines => free,
+        _ => gpu.host_visible_free,
+    };
+    free.saturating_sub(reserve.unwrap_or_else(|| default_reserve(gpu)))
 }
 
-/// Bytes left to others: a desktop, and the driver itself. A CPU device has no others.
-fn reserve(gpu: &Gpu) -> u64 {
-    match gpu.kind {
-        GpuKind::Cpu => 0,
-        _ => LEAST_RESERVE.max(gpu.host_visible_budget / RESERVE_SHARE),
-    }
+/// Bytes left to others: programs, a desktop, and the driver itself. A CPU device has no others.
+fn default_reserve(gpu: &Gpu) -> u64 {
+    let least = match gpu.kind {
+        GpuKind::Cpu => return 0,
+        _ if gpu.display => DISPLAY_RESERVE,
+        _ => LEAST_RESERVE,
+    };
+    least.max(gpu.device_local / RESERVE_SHARE)
 }
 
 /// An opened GPU, of which one device will be made.
 pub struct VulkanMemory {
     device: Arc<Device>,
+    spec: VulkanSpec,
 }
 
 impl VulkanMemory {
-    /// Opens the GPU that `name` means and checks that `layout` fits it. Nothing is allocated.
+    /// Opens the GPU that `spec` names and checks that `layout` fits it. Nothing is allocated.
     ///
     /// # Errors
     /// As for [`find`]; [`ErrorKind::Usage`] if its driver makes no such chunks,
     /// [`ErrorKind::NoSpace`] if there is less memory.
-    pub fn create(name: &str, allow_cpu_device: bool, layout: &Layout) -> Result<VulkanMemory> {
-        let device = Device::open(name, allow_cpu_device)?;
+    pub fn create(spec: &VulkanSpec, layout: &Layout) -> Result<VulkanMemory> {
+        let device = Device::open(&spec.gpu, spec.allow_cpu_device)?;
         memory::check(&device.gpu, layout)?;
-        let most = takeable(&device.gpu);
+        let most = takeable(&device.gpu, spec.reserve);
         if layout.total_bytes() > most {
             return Err(Error::new(
                 ErrorKind::NoSpace,
@@ -104,25 +132,51 @@ impl VulkanMemory {
                 ),
             ));
         }
-        Ok(VulkanMemory { device })
+        Ok(VulkanMemory {
+            device,
+            spec: spec.clone(),
+        })
     }
 
-    /// Allocates and maps the chunks. They are freed when the backend and all mappings are gone.
+    /// Allocates the chunks, maps those that can be, and measures the copy paths. All is freed when the
+    /// backend and all mappings are gone.
     ///
     /// # Errors
     /// [`ErrorKind::NoSpace`] if the driver gives less, [`ErrorKind::Unsupported`] if what it gives is
     /// system memory, [`ErrorKind::Io`] if it fails.
     pub fn open(&self, layout: &Layout) -> Result<VulkanBackend> {
-        let chunks = self.device.chunks(layout)?;
-        let routines = CopyRoutines::best();
+        let most_mapped = self.spec.mapped.unwrap_or(u64::MAX);
+        let chunks = memory::allocate(&self.device, layout, most_mapped)?;
+        let mut backend = self.with_chunks(chunks);
         if self.device.gpu.kind == GpuKind::Discrete {
-            speed::check(&chunks, &routines, &self.device.gpu.label())?;
+            let label = self.device.gpu.label();
+            speed::check(&backend.chunks, &backend.routines, &label)?;
         }
-        Ok(VulkanBackend {
-            chunks,
-            routines,
+        backend.calibrate()?;
+        Ok(backend)
+    }
+
+    fn with_chunks(&self, chunks: Vec<Chunk>) -> VulkanBackend {
+        let (memory, allocations): (Vec<_>, Vec<_>) = chunks
+            .into_iter()
+            .map(|chunk| (chunk.memory, chunk.allocation))
+            .unzip();
+        VulkanBackend {
+            chunks: memory,
+            allocations: allocations.into(),
+            routines: CopyRoutines::best(),
+            paths: match self.spec.copy_path {
+                CopyPath::Auto => Paths::ALL,
+                CopyPath::Bar => Paths::only(Path::Bar),
+                CopyPath::Dma => Paths::only(Path::Dma),
+                CopyPath::Gather => Paths::only(Path::Gather),
+            },
+            is_imported: true,
+            costs: Costs::default(),
+            board: Arc::default(),
+            epoch: Instant::now(),
             device: Arc::clone(&self.device),
-        })
+        }
     }
 
     /// The GPU.
@@ -131,11 +185,146 @@ impl VulkanMemory {
     }
 }
 
-/// The mapped chunks.
+/// The chunks, and the ways to them.
 pub struct VulkanBackend {
     chunks: Vec<ChunkMemory>,
+    allocations: Arc<[Arc<Allocation>]>,
     routines: CopyRoutines,
+    /// What the user allows; memory that it does not reach takes what there is.
+    paths: Paths,
+    /// Whether to import I/O memory; tests turn it off to see staging.
+    is_imported: bool,
+    costs: Costs,
+    board: Arc<Board>,
+    epoch: Instant,
     device: Arc<Device>,
+}
+
+impl VulkanBackend {
+    /// Measures every path on the first chunk.
+    fn calibrate(&mut self) -> Result<()> {
+        let memory = Mapping::anonymous(calibrate::MEMORY_BYTES)?;
+        let Some(chunk) = self.chunks.first() else {
+            return Ok(());
+        };
+        // Any cost does while there is one path to take.
+        let mut equal = Costs::default();
+        let cost = Cost {
+            start: 1.0,
+            copy: 1.0,
+            byte: 1.0,
+        };
+        for path in Path::ALL {
+            equal.set(path, super::Direction::Read, Some(cost));
+            equal.set(path, super::Direction::Write, Some(cost));
+        }
+        self.costs = calibrate::measure(0, chunk, &memory, |path| {
+            let is_there = match path {
+                Path::Bar => chunk.mapping.is_some(),
+                Path::Dma => self.has_engines(),
+                Path::Gather => self.has_engines() && self.has_shader(),
+            };
+            if !is_there {
+                return Ok(None);
+            }
+            let (queue, copies) = (QueueId::control(0), 64);
+            let only = Paths::only(path);
+            self.queue(queue, copies, &memory, only, equal).map(Some)
+        })?;
+        if self.costs.of(Path::Bar, super::Direction::Read).is_none()
+            && self.chunks.iter().any(|chunk| chunk.mapping.is_some())
+        {
+            return Err(Error::new(
+                ErrorKind::Io,
+                "mapped chunks come after ones that are not",
+            ));
+        }
+        Ok(())
+    }
+
+    fn has_engines(&self) -> bool {
+        self.device.can.timeline && !self.device.copy_queues.is_empty()
+    }
+
+    fn has_shader(&self) -> bool {
+        self.device.can.address && !self.device.compute_queues.is_empty()
+    }
+
+    fn queue(
+        &self,
+        queue: QueueId,
+        copies: usize,
+        memory: &Mapping,
+        paths: Paths,
+        costs: Costs,
+    ) -> Result<Box<dyn BackendQueue>> {
+        let needs_engines = paths != Paths::only(Path::Bar)
+            || self.chunks.iter().any(|chunk| chunk.mapping.is_none());
+        let engines = if self.has_engines() && needs_engines {
+            Some(self.engines(queue, copies, memory)?)
+        } else {
+            None
+        };
+        let now = self.epoch.elapsed().as_nanos() as f64;
+        Ok(Box::new(VulkanQueue::new(Parts {
+            device: Arc::clone(&self.device),
+            engines,
+            chunks: Arc::clone(&self.allocations),
+            routines: self.routines,
+            paths,
+            planner: Planner::new(costs, now),
+            row: self.board.row(!queue.is_control()),
+            epoch: self.epoch,
+            copies,
+        })))
+    }
+
+    fn engines(&self, queue: QueueId, copies: usize, memory: &Mapping) -> Result<Engines> {
+        let device = &self.device;
+        let nth = |queues: &[Arc<engine::EngineQueue>]| {
+            let index = usize::from(queue.0).checked_rem(queues.len())?;
+            queues.get(index).map(Arc::clone)
+        };
+        let missing = || {
+            Error::new(
+                ErrorKind::Unsupported,
+                format!("{} has no copy engine", device.gpu.label()),
+            )
+        };
+        let copy_queue = nth(&device.copy_queues).ok_or_else(missing)?;
+        let host = HostSide::new(device, memory, self.is_imported)?;
+        let gather = match nth(&device.compute_queues).filter(|_| self.has_shader()) {
+            Some(queue) => Some(GatherLane::new(
+                device,
+                &queue,
+                copies.clamp(1, GATHER_SLOTS),
+            )?),
+            None => None,
+        };
+        Ok(Engines {
+            copy: CopyLane::new(
+                device,
+                &copy_queue,
+                copies.clamp(1, COPY_SLOTS),
+                BATCH_COPIES,
+            )?,
+            gather,
+            host,
+            waker: Waker::new(device)?,
+        })
+    }
+
+    /// One descriptor for each chunk, by which another process finds the memory again.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] if the driver makes none, [`ErrorKind::Busy`] if this process may not
+    /// open as many.
+    pub fn export(&self) -> Result<Vec<OwnedFd>> {
+        self.allocations
+            .iter()
+            .map(|allocation| allocation.export())
+            .collect()
+    }
 }
 
 impl Backend for VulkanBackend {
@@ -152,21 +341,45 @@ impl Backend for VulkanBackend {
     }
 
     fn copy_path(&self) -> String {
+        let is_cached = self
+            .device
+            .types
+            .mapped
+            .is_some_and(|memory| memory.is_cached());
         let kind = if self.device.gpu.kind == GpuKind::Cpu {
             "system memory of a CPU device"
-        } else if self.device.memory_type.is_cached() {
+        } else if is_cached {
             "cached"
         } else {
             "write-combined"
         };
-        format!("{}, {kind}", self.routines.isa())
+        let mut text = format!("{}, {kind}", self.routines.isa());
+        let unmapped = self.chunks.iter().filter(|chunk| chunk.mapping.is_none());
+        let beyond: u64 = unmapped.map(|chunk| chunk.size).sum();
+        if beyond > 0 {
+            text.push_str(&format!("; {} by the GPU's engines alone", human(beyond)));
+        }
+        text
     }
 
     fn chunks(&self) -> &[ChunkMemory] {
         &self.chunks
     }
 
-    fn open_queue(&self, _queue: QueueId, copies: usize) -> Result<Box<dyn BackendQueue>> {
-        Ok(Box::new(MappedQueue::new(self.routines, copies)))
+    fn open_queue(
+        &self,
+        queue: QueueId,
+        copies: usize,
+        memory: &Mapping,
+    ) -> Result<Box<dyn BackendQueue>> {
+        self.queue(queue, copies, memory, self.paths, self.costs)
+    }
+
+    fn paths(&self) -> Option<PathsWatch> {
+        if !self.has_engines() {
+            return None;
+        }
+        let (board, costs, paths) = (Arc::clone(&self.board), self.costs, self.paths);
+        Some(Arc::new(move || board.info(&costs, paths)))
     }
 }

@@ -51,7 +51,7 @@ pub(super) fn read_rate(
     routines: &CopyRoutines,
     buffer: &mut [u8],
 ) -> Option<f64> {
-    let at = chunk.mapping.at(0, buffer.len())?;
+    let at = chunk.at(0, buffer.len())?;
     let fastest = (0..SAMPLES)
         .map(|_| {
             let start = Instant::now();

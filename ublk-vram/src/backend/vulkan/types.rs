@@ -121,6 +121,38 @@ impl Memory {
             .copied()
     }
 
+    /// The type for memory that only the GPU's engines reach: in the largest device-local heap, and of
+    /// those types the one that the CPU reaches least, which leaves the aperture to others.
+    pub(super) fn local_only(&self) -> Option<MemoryType> {
+        use vk::MemoryPropertyFlags as Flags;
+        let fit = self.types.iter().filter(|memory| {
+            memory.flags.contains(Flags::DEVICE_LOCAL) && !memory.flags.intersects(FORBIDDEN)
+        });
+        fit.rev()
+            .max_by_key(|memory| {
+                let size = self.heap(memory.heap).map_or(0, |heap| heap.size);
+                (size, !memory.flags.contains(Flags::HOST_VISIBLE))
+            })
+            .copied()
+    }
+
+    /// The type for staging: system memory that the CPU caches; coherent, so that nothing is flushed by
+    /// hand.
+    pub(super) fn system(&self) -> Option<MemoryType> {
+        use vk::MemoryPropertyFlags as Flags;
+        let wanted = Flags::HOST_VISIBLE | Flags::HOST_COHERENT;
+        let fit = self
+            .types
+            .iter()
+            .filter(|memory| memory.flags.contains(wanted) && !memory.flags.intersects(FORBIDDEN));
+        fit.rev()
+            .max_by_key(|memory| {
+                let is_card = memory.flags.contains(Flags::DEVICE_LOCAL);
+                (memory.is_cached(), !is_card)
+            })
+            .copied()
+    }
+
     /// Bytes of all device-local heaps.
     pub(super) fn device_local(&self) -> u64 {
         self.local().map(|heap| heap.size).sum()
