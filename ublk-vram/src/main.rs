@@ -111,7 +111,7 @@ fn take_memory() -> Result<(MemoryHandles, Layout)> {
     let available = MemoryHandles::available(&spec.backend)?;
     let largest = Layout::largest_device(available, spec.chunk);
     let layout = Layout::new(spec.size.resolve(largest)?, spec.chunk)?;
-    Ok((MemoryHandles::create(&spec, &layout)?, layout))
+    Ok((MemoryHandles::create(&spec.backend, &layout)?, layout))
 }
 
 fn read_spec() -> Result<DeviceSpec> {

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use clap::{Parser, Subcommand, ValueEnum};
 use ublk_vram::control::FaultAction;
-use ublk_vram::device::DeviceName;
+use ublk_vram::device::{CopyPath, DeviceName};
 use ublk_vram::size::{SizeSpec, parse_bytes};
 
 /// The priority of our swap unless told otherwise: before any disk (the kernel gives those negative
@@ -73,6 +73,9 @@ pub enum Verb {
     Swap(SwapVerb),
     /// Tell whether this machine can have devices, and what is missing
     Check(CheckArgs),
+    /// Measure on this machine what a device would do
+    #[command(subcommand)]
+    Bench(BenchVerb),
     /// Print the completion script of a shell
     Completion(CompletionArgs),
     /// Fail, shorten, hold or delay copies of a device added with --lab-fault
@@ -102,14 +105,9 @@ pub enum BackendName {
     Vulkan,
 }
 
-/// `vramctl add`
-#[derive(Debug, clap::Args)]
-pub struct AddArgs {
-    /// Name of the device: letters, digits, '_', '.', '-'; at most 32
-    pub name: DeviceName,
-    /// Size of the whole device: 512M, 8G, 8GB (1000-based), 50%, max
-    #[arg(long, short, allow_hyphen_values = true)]
-    pub size: SizeSpec,
+/// Which memory a device or a measurement is made of.
+#[derive(Debug, Default, clap::Args)]
+pub struct MemoryArgs {
     /// Where the memory comes from [default: the first usable PCI device]
     #[arg(
         long,
@@ -121,12 +119,62 @@ pub struct AddArgs {
     /// The GPU: its PCI address, or its index in `vramctl gpus`; with Vulkan its UUID, or auto
     #[arg(long, value_name = "ADDRESS|INDEX|UUID|auto")]
     pub gpu: Option<String>,
-    /// Take a Vulkan device that is software on the CPU: for tests
-    #[arg(long)]
-    pub allow_cpu_device: bool,
     /// Which BAR of it [default: the largest prefetchable one]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(0..=5))]
     pub bar: Option<u8>,
+    /// GPU memory to leave to others [default: 1G, 2G with a display, or a twentieth if more]
+    #[arg(long, value_name = "SIZE", value_parser = offset, allow_hyphen_values = true)]
+    pub gpu_reserve: Option<u64>,
+    /// Map this much for the CPU at most; the GPU's engines reach the rest
+    #[arg(long, value_name = "SIZE", value_parser = offset, allow_hyphen_values = true)]
+    pub gpu_mapped: Option<u64>,
+    /// How bytes move: what was measured to be fastest, or one way: bar, dma, gather
+    #[arg(
+        long,
+        value_enum,
+        hide_possible_values = true,
+        value_name = "auto|bar|dma|gather"
+    )]
+    pub copy_path: Option<CopyPathName>,
+    /// Take a Vulkan device that is software on the CPU: for tests
+    #[arg(long)]
+    pub allow_cpu_device: bool,
+}
+
+/// How bytes move between system memory and a GPU's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum CopyPathName {
+    /// What was measured to be the fastest, for each batch
+    Auto,
+    /// The CPU, through the BAR
+    Bar,
+    /// The GPU's copy engine
+    Dma,
+    /// A compute shader
+    Gather,
+}
+
+impl From<CopyPathName> for CopyPath {
+    fn from(name: CopyPathName) -> CopyPath {
+        match name {
+            CopyPathName::Auto => CopyPath::Auto,
+            CopyPathName::Bar => CopyPath::Bar,
+            CopyPathName::Dma => CopyPath::Dma,
+            CopyPathName::Gather => CopyPath::Gather,
+        }
+    }
+}
+
+/// `vramctl add`
+#[derive(Debug, clap::Args)]
+pub struct AddArgs {
+    /// Name of the device: letters, digits, '_', '.', '-'; at most 32
+    pub name: DeviceName,
+    /// Size of the whole device: 512M, 8G, 8GB (1000-based), 50%, max
+    #[arg(long, short, allow_hyphen_values = true)]
+    pub size: SizeSpec,
+    #[command(flatten)]
+    pub memory: MemoryArgs,
     /// The N of /dev/ublkbN [default: the first free one]
     #[arg(long, value_name = "N")]
     pub id: Option<u32>,
@@ -258,6 +306,87 @@ pub struct CheckArgs {
     /// Print JSON
     #[arg(long, short = 'J')]
     pub json: bool,
+}
+
+/// `vramctl bench`
+#[derive(Debug, Subcommand)]
+pub enum BenchVerb {
+    /// The whole path but the kernel's: queue engine, planner and memory, without a block device
+    ///
+    /// Takes the memory as `add` does, fills it, runs every combination of the lists, and reads
+    /// everything back. Every byte is checked. Neither root nor ublk is needed.
+    Engine(Box<BenchEngineArgs>),
+}
+
+/// `vramctl bench engine`
+#[derive(Debug, clap::Args)]
+pub struct BenchEngineArgs {
+    /// Size of the memory: 512M, 8G, 50%, max
+    #[arg(long, short, allow_hyphen_values = true)]
+    pub size: SizeSpec,
+    #[command(flatten)]
+    pub memory: MemoryArgs,
+    /// Size of one piece of memory [default: 1G, or 64M below 4G]
+    #[arg(long, value_name = "SIZE", value_parser = parse_bytes, allow_hyphen_values = true)]
+    pub chunk: Option<u64>,
+    /// What to do: read, write (one after the other), randread, randwrite, randrw (half and half)
+    #[arg(
+        long,
+        value_enum,
+        hide_possible_values = true,
+        value_delimiter = ',',
+        value_name = "LIST",
+        default_value = "randwrite,randread"
+    )]
+    pub rw: Vec<BenchPattern>,
+    /// Bytes of a request, multiples of 4K
+    #[arg(long, value_delimiter = ',', value_name = "LIST", value_parser = parse_bytes,
+          default_value = "4K")]
+    pub block_size: Vec<u64>,
+    /// Requests in flight for each thread
+    #[arg(long, value_delimiter = ',', value_name = "LIST", default_value = "1,32",
+          value_parser = clap::value_parser!(u16).range(1..=4096))]
+    pub depth: Vec<u16>,
+    /// Threads, each with a queue
+    #[arg(long, value_delimiter = ',', value_name = "LIST", default_value = "1",
+          value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub threads: Vec<u16>,
+    /// Seconds for each combination
+    #[arg(long, value_name = "SECONDS", value_parser = seconds, default_value = "2")]
+    pub time: Duration,
+    /// Only the memory that the CPU reaches (mapped), or only the rest (unmapped)
+    #[arg(
+        long,
+        value_enum,
+        hide_possible_values = true,
+        value_name = "all|mapped|unmapped",
+        default_value = "all"
+    )]
+    pub part: BenchPart,
+    /// Print JSON
+    #[arg(long, short = 'J')]
+    pub json: bool,
+}
+
+/// What a measurement does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum BenchPattern {
+    Read,
+    Write,
+    #[value(name = "randread")]
+    RandRead,
+    #[value(name = "randwrite")]
+    RandWrite,
+    #[value(name = "randrw")]
+    RandRw,
+}
+
+/// Which memory a measurement uses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum BenchPart {
+    All,
+    Mapped,
+    Unmapped,
 }
 
 /// `vramctl completion`

@@ -20,7 +20,7 @@ use std::os::fd::RawFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use crate::device::{BackendSpec, DeviceSpec, PathsInfo};
+use crate::device::{BackendSpec, PathsInfo};
 use crate::error::{Error, Result};
 use crate::store::Layout;
 
@@ -146,8 +146,8 @@ impl Mapping {
             )
         };
         match NonNull::new(base.cast::<u8>()) {
-            // SAFETY: just mapped, and unmapped only when the owner is dropped.
             Some(at) if base != libc::MAP_FAILED => {
+                // SAFETY: just mapped, and unmapped only when the owner is dropped.
                 Ok(unsafe { Mapping::new(at, len, Arc::new(Pages(at, len))) })
             }
             _ => Err(Error::os(
@@ -306,8 +306,8 @@ impl MemoryHandles {
     ///
     /// # Errors
     /// Why it cannot be had: taken, too small, owned by a driver.
-    pub fn create(spec: &DeviceSpec, layout: &Layout) -> Result<MemoryHandles> {
-        match &spec.backend {
+    pub fn create(spec: &BackendSpec, layout: &Layout) -> Result<MemoryHandles> {
+        match spec {
             BackendSpec::Host => host::HostMemory::create(layout).map(MemoryHandles::Host),
             BackendSpec::Pci { address, bar } => {
                 pci::PciMemory::claim(address, *bar, layout).map(MemoryHandles::Pci)

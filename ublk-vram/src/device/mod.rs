@@ -6,9 +6,7 @@ mod name;
 mod spec;
 mod state;
 
-pub use info::{
-    DeviceInfo, MemoryInfo, PathChoice, PathCost, PathsInfo, QueueInfo, StaticInfo,
-};
+pub use info::{DeviceInfo, MemoryInfo, PathChoice, PathCost, PathsInfo, QueueInfo, StaticInfo};
 pub use name::DeviceName;
 pub use spec::{BackendSpec, CopyPath, DeviceSpec, LabSpec, VulkanSpec};
 pub use state::DeviceState;

@@ -9,6 +9,7 @@
 //! Nothing here allocates, blocks, logs or takes a lock after [`Engine::new`]. `ublk` drives it with
 //! the kernel's requests; a bench can drive it with its own.
 
+pub mod bench;
 mod stats;
 mod tag;
 #[cfg(test)]

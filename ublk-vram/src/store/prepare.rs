@@ -191,10 +191,7 @@ mod tests {
         };
         write_headers(&*backend, header).unwrap();
         for (chunk, index) in backend.chunks().iter().zip(0..) {
-            assert_eq!(
-                read_header(&mut access, chunk, index),
-                Ok(header(index))
-            );
+            assert_eq!(read_header(&mut access, chunk, index), Ok(header(index)));
         }
     }
 }

@@ -83,7 +83,7 @@ impl Session {
         let run_dir = RunDir::system();
         let name = take_name(&run_dir, &spec)?;
         let (layout, shape) = plan(&spec)?;
-        let memory = MemoryHandles::create(&spec, &layout)?;
+        let memory = MemoryHandles::create(&spec.backend, &layout)?;
         Ok(Session {
             uuid: random_uuid()?,
             generation: 1,

@@ -48,7 +48,7 @@ fn defaults_of_add() {
     let args = add("fast --size 8G");
     assert_eq!(args.size, SizeSpec::Bytes(8 << 30));
     assert_eq!(
-        (args.depth, args.queues, args.swap, args.backend),
+        (args.depth, args.queues, args.swap, args.memory.backend),
         (64, None, None, None)
     );
     assert!(!args.allow_unsafe && !args.lab_fault && !args.dry_run);

@@ -7,20 +7,20 @@ use ublk_vram::backend::MemoryHandles;
 use ublk_vram::backend::pci::{self, PciAddress, PciFunction};
 use ublk_vram::backend::vulkan::{self, Gpu, Residency};
 use ublk_vram::control::{Call, Client, RunDir};
-use ublk_vram::device::{BackendSpec, DeviceSpec, LabSpec, StaticInfo};
+use ublk_vram::device::{BackendSpec, CopyPath, DeviceSpec, LabSpec, StaticInfo, VulkanSpec};
 use ublk_vram::size::{SizeSpec, human};
 use ublk_vram::{Error, ErrorKind, Result, worker};
 
 use super::limit_for;
 use super::swap::evictable;
-use crate::args::{AddArgs, BackendName};
+use crate::args::{AddArgs, BackendName, MemoryArgs};
 use crate::devices::{ASK_LIMIT, Devices};
 use crate::output;
 use crate::start::{find_server, start};
 use crate::swap::{SwapOn, make_and_swap_on};
 
 pub fn run(args: &AddArgs) -> Result<()> {
-    let backend = choose_backend(args, pci::list, vulkan::list)?;
+    let backend = choose_backend(&args.memory, pci::list, vulkan::list)?;
     refuse_evictable_swap(args, &backend)?;
     let spec = specification(args, backend)?;
     let server = find_server();
@@ -51,14 +51,19 @@ pub fn run(args: &AddArgs) -> Result<()> {
 /// Where the memory comes from: what the user named, or the first PCI function that can be used.
 /// System memory is never chosen for anybody. A PCI address whose function has a driver, and that
 /// Vulkan knows, is used through Vulkan.
-fn choose_backend(
-    args: &AddArgs,
+pub(super) fn choose_backend(
+    args: &MemoryArgs,
     list: impl Fn() -> Result<Vec<PciFunction>>,
     vulkan: impl FnOnce() -> Result<Vec<Gpu>>,
 ) -> Result<BackendSpec> {
-    let through_vulkan = |gpu: &str| BackendSpec::Vulkan {
-        gpu: gpu.to_owned(),
-        allow_cpu_device: args.allow_cpu_device,
+    let through_vulkan = |gpu: &str| {
+        BackendSpec::Vulkan(VulkanSpec {
+            gpu: gpu.to_owned(),
+            allow_cpu_device: args.allow_cpu_device,
+            reserve: args.gpu_reserve,
+            mapped: args.gpu_mapped,
+            copy_path: args.copy_path.map(CopyPath::from).unwrap_or_default(),
+        })
     };
     if args.backend == Some(BackendName::Vulkan) {
         if args.bar.is_some() {
@@ -66,8 +71,16 @@ fn choose_backend(
         }
         return Ok(through_vulkan(args.gpu.as_deref().unwrap_or(vulkan::AUTO)));
     }
-    if args.allow_cpu_device {
-        return Err(Error::usage("--allow-cpu-device is of --backend vulkan"));
+    let needs_vulkan = [
+        (args.allow_cpu_device, "--allow-cpu-device"),
+        (args.gpu_reserve.is_some(), "--gpu-reserve"),
+        (args.gpu_mapped.is_some(), "--gpu-mapped"),
+        (args.copy_path.is_some(), "--copy-path"),
+    ];
+    let needs_vulkan = needs_vulkan.iter().find(|(is_given, _)| *is_given);
+    let is_named = matches!(&args.gpu, Some(gpu) if gpu == vulkan::AUTO || vulkan::is_uuid(gpu));
+    if let Some((_, option)) = needs_vulkan.filter(|_| args.backend.is_some() || !is_named) {
+        return Err(Error::usage(format!("{option} is of --backend vulkan")));
     }
     if args.backend == Some(BackendName::Host) {
         if args.gpu.is_some() || args.bar.is_some() {
@@ -116,17 +129,13 @@ fn is_for_vulkan(
 
 /// Refuses --swap on memory that may be moved away, before anything is started.
 fn refuse_evictable_swap(args: &AddArgs, backend: &BackendSpec) -> Result<()> {
-    let BackendSpec::Vulkan {
-        gpu,
-        allow_cpu_device,
-    } = backend
-    else {
+    let BackendSpec::Vulkan(spec) = backend else {
         return Ok(());
     };
     if args.swap.is_none() || args.allow_evictable {
         return Ok(());
     }
-    match vulkan::find(gpu, *allow_cpu_device)?.residency {
+    match vulkan::find(&spec.gpu, spec.allow_cpu_device)?.residency {
         Residency::Evictable => Err(evictable(&args.name)),
         Residency::Pinned | Residency::System => Ok(()),
     }
@@ -227,7 +236,7 @@ fn dry_run(spec: &DeviceSpec, server: Result<PathBuf>) -> Result<()> {
     let memory = match &spec.backend {
         BackendSpec::Host => "system memory".to_owned(),
         BackendSpec::Pci { address, .. } => format!("memory of PCI function {address}"),
-        BackendSpec::Vulkan { gpu, .. } => format!("memory of the Vulkan GPU {gpu}"),
+        BackendSpec::Vulkan(spec) => format!("memory of the Vulkan GPU {}", spec.gpu),
     };
     match server {
         Ok(program) => output::say(&format!("dry run: would start {} serve", program.display())),
@@ -322,9 +331,14 @@ mod tests {
 
     #[test]
     fn vulkan_when_it_is_named_or_only_it_can() {
-        let vulkan = |gpu: &str, allow_cpu_device| BackendSpec::Vulkan {
-            gpu: gpu.into(),
-            allow_cpu_device,
+        let vulkan = |gpu: &str, allow_cpu_device| {
+            BackendSpec::Vulkan(VulkanSpec {
+                gpu: gpu.into(),
+                allow_cpu_device,
+                reserve: None,
+                mapped: None,
+                copy_path: CopyPath::Auto,
+            })
         };
         let uuid = "GPU-00000003-1111-2222-3333-444444444444";
         for (text, expected) in [
@@ -338,16 +352,22 @@ mod tests {
             (&format!("--gpu {uuid}"), vulkan(uuid, false)),
         ] {
             let args = args(&format!("x -s 1G {text}"));
-            assert_eq!(choose_backend(&args, none, no_gpus).unwrap(), expected);
+            assert_eq!(
+                choose_backend(&args.memory, none, no_gpus).unwrap(),
+                expected
+            );
         }
         for text in [
             "--backend vulkan --bar 1",
             "--allow-cpu-device",
             "--backend host --allow-cpu-device",
+            "--gpu-reserve 1G",
+            "--gpu 03:00.0 --gpu-mapped 1G",
+            "--backend pci --copy-path dma",
             "--backend pci --gpu auto",
         ] {
             let args = args(&format!("x -s 1G {text}"));
-            let error = choose_backend(&args, none, no_gpus).unwrap_err();
+            let error = choose_backend(&args.memory, none, no_gpus).unwrap_err();
             assert_eq!(error.kind, ErrorKind::Usage, "{text}");
         }
     }
@@ -355,10 +375,10 @@ mod tests {
     #[test]
     fn system_memory_only_when_it_is_asked_for() {
         assert_eq!(
-            choose_backend(&args("x -s 1G --backend host"), none, no_gpus).unwrap(),
+            choose_backend(&args("x -s 1G --backend host").memory, none, no_gpus).unwrap(),
             BackendSpec::Host
         );
-        let error = choose_backend(&args("x -s 1G"), none, no_gpus).unwrap_err();
+        let error = choose_backend(&args("x -s 1G").memory, none, no_gpus).unwrap_err();
         assert_eq!(error.kind, ErrorKind::NotFound);
         assert!(
             error
@@ -366,23 +386,28 @@ mod tests {
                 .contains("no PCI device of the display or memory class"),
             "{error}"
         );
-        let error =
-            choose_backend(&args("x -s 1G --backend host --gpu 0"), none, no_gpus).unwrap_err();
+        let error = choose_backend(
+            &args("x -s 1G --backend host --gpu 0").memory,
+            none,
+            no_gpus,
+        )
+        .unwrap_err();
         assert_eq!(error.kind, ErrorKind::Usage);
     }
 
     #[test]
     fn a_gpu_by_address_is_not_looked_for_here() {
         assert_eq!(
-            choose_backend(&args("x -s 1G --gpu 03:00.0 --bar 2"), none, no_gpus).unwrap(),
+            choose_backend(&args("x -s 1G --gpu 03:00.0 --bar 2").memory, none, no_gpus).unwrap(),
             BackendSpec::Pci {
                 address: "0000:03:00.0".into(),
                 bar: Some(2)
             }
         );
-        let error = choose_backend(&args("x -s 1G --gpu 7"), none, no_gpus).unwrap_err();
+        let error = choose_backend(&args("x -s 1G --gpu 7").memory, none, no_gpus).unwrap_err();
         assert_eq!(error.kind.exit_code(), 3);
-        let error = choose_backend(&args("x -s 1G --gpu renderD128"), none, no_gpus).unwrap_err();
+        let error =
+            choose_backend(&args("x -s 1G --gpu renderD128").memory, none, no_gpus).unwrap_err();
         assert_eq!(error.kind.exit_code(), 2);
     }
 

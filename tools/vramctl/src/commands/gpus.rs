@@ -84,6 +84,7 @@ fn vulkan_table(gpus: &[Gpu]) -> Table {
         ("FREE", Align::Right),
         ("MAPPABLE", Align::Right),
         ("RESIDENCY", Align::Left),
+        ("DISPLAY", Align::Left),
         ("UUID", Align::Left),
         ("USABLE", Align::Left),
     ]);
@@ -98,6 +99,7 @@ fn vulkan_table(gpus: &[Gpu]) -> Table {
             gpu.free.map_or_else(String::new, human),
             human(gpu.host_visible),
             gpu.residency.to_string(),
+            if gpu.display { "yes" } else { "no" }.to_owned(),
             gpu.gpu_uuid(),
             match gpu.usable(false) {
                 Ok(()) => "yes".to_owned(),

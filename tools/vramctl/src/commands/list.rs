@@ -243,6 +243,7 @@ mod tests {
                 reason: None,
                 memory,
                 queue: vec![queue(100, 7), queue(23, 4000)],
+                paths: None,
             }),
             fixed: Some(fixed),
             swap: Some(SwapEntry {

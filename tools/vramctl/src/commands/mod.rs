@@ -1,9 +1,11 @@
 //! One file for each verb; here is the table of them, and what they share.
 
 mod add;
+mod bench;
 mod fault;
 mod gpus;
 mod list;
+mod paths;
 mod remove;
 mod show;
 mod swap;
@@ -15,7 +17,7 @@ use ublk_vram::Result;
 use ublk_vram::control::{Call, Client, RunDir};
 use ublk_vram::device::DeviceName;
 
-use crate::args::{Args, CompletionArgs, ListArgs, Verb};
+use crate::args::{Args, BenchVerb, CompletionArgs, ListArgs, Verb};
 use crate::devices::{self, Devices};
 use crate::{check, output};
 
@@ -36,6 +38,7 @@ pub fn run(args: Args) -> Result<u8> {
         Verb::Show(args) => show::run(&args).map(done),
         Verb::Swap(verb) => swap::run(&verb).map(done),
         Verb::Check(args) => check::run(&args),
+        Verb::Bench(BenchVerb::Engine(args)) => bench::engine(&args).map(done),
         Verb::Completion(args) => completion(&args).map(done),
         Verb::Fault(args) => fault::fault(&args).map(done),
         Verb::Release(args) => fault::release(&args).map(done),

@@ -10,6 +10,7 @@ use ublk_vram::safety::{self, Root, Survey};
 use ublk_vram::size::human;
 
 use super::list::json_swap;
+use super::paths;
 use crate::args::ShowArgs;
 use crate::devices::{Device, Devices, kernel_name};
 use crate::output;
@@ -100,6 +101,12 @@ fn text(device: &Device, users: Option<&Survey>) -> String {
     if let Some(info) = &device.info {
         text.push('\n');
         text.push_str(&queues(info));
+        if let Some(paths) = &info.paths {
+            text.push('\n');
+            text.push_str(&paths::costs(paths));
+            text.push('\n');
+            text.push_str(&paths::choices(paths));
+        }
     }
     text
 }

@@ -18,10 +18,7 @@ pub(super) fn chunks_match_the_layout(backend: &dyn Backend, layout: &Layout) ->
     })?;
     for (chunk, index) in chunks.iter().zip(0..) {
         let wanted = layout.chunk_bytes(index);
-        let mapped = chunk
-            .mapping
-            .as_ref()
-            .map(|mapping| mapping.len() as u64);
+        let mapped = chunk.mapping.as_ref().map(|mapping| mapping.len() as u64);
         ensure(
             chunk.size == wanted && mapped.is_none_or(|mapped| mapped == wanted),
             || {

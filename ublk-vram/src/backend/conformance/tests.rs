@@ -2,6 +2,7 @@
 //! broken.
 
 use super::*;
+use crate::backend::Mapping;
 use crate::backend::host::{HostBackend, HostMemory};
 use crate::backend::{BackendQueue, ChunkMemory, Completion, Copy, Direction, QueueId};
 

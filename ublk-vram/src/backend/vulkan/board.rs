@@ -101,7 +101,9 @@ impl Board {
         };
         let total = |path, direction, of: fn(&Counters) -> &AtomicU64| -> Vec<u64> {
             let counters = rows.iter().filter_map(|row| row.of(path, direction));
-            counters.map(|row| of(row).load(Ordering::Relaxed)).collect()
+            counters
+                .map(|row| of(row).load(Ordering::Relaxed))
+                .collect()
         };
         let is_late = rows
             .iter()

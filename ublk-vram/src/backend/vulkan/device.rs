@@ -103,12 +103,10 @@ impl Device {
         let compute_queues = plan
             .compute
             .iter()
-            .map(
-                |at| match plan.copy.iter().position(|copy| copy == at) {
-                    Some(same) => copy_queues.get(same).map_or_else(|| engine(at), Arc::clone),
-                    None => engine(at),
-                },
-            )
+            .map(|at| match plan.copy.iter().position(|copy| copy == at) {
+                Some(same) => copy_queues.get(same).map_or_else(|| engine(at), Arc::clone),
+                None => engine(at),
+            })
             .collect();
         Ok(Arc::new(Device {
             import: can

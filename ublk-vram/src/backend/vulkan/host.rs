@@ -54,7 +54,8 @@ impl HostSide {
         let (import, alignment) = (device.import.as_ref()?, device.can.import_alignment?);
         let base = NonNull::new(memory.at(0, memory.len())?)?;
         let size = memory.len() as u64;
-        if !size.is_multiple_of(alignment) || !(base.addr().get() as u64).is_multiple_of(alignment) {
+        if !size.is_multiple_of(alignment) || !(base.addr().get() as u64).is_multiple_of(alignment)
+        {
             return None;
         }
         let handle = vk::ExternalMemoryHandleTypeFlags::HOST_ALLOCATION_EXT;

@@ -180,7 +180,8 @@ impl Allocation {
             .map_err(|result| fail("makes no buffer for", result))?;
         // SAFETY: the buffer was just made from this device.
         let needs = unsafe { device.api.get_buffer_memory_requirements(allocation.buffer) };
-        if needs.memory_type_bits & 1 << kind == 0 || needs.size > size.next_multiple_of(needs.alignment)
+        if needs.memory_type_bits & 1 << kind == 0
+            || needs.size > size.next_multiple_of(needs.alignment)
         {
             return Err(Error::new(
                 ErrorKind::Unsupported,
@@ -253,11 +254,11 @@ impl Allocation {
         let base = NonNull::new(base.cast::<u8>())
             .filter(|base| base.as_ptr().addr().is_multiple_of(LINE));
         match (base, usize::try_from(size)) {
-            // SAFETY: the driver has mapped all of the allocation, which is at least so large, for
-            // reading and writing; it stays mapped until the allocation is dropped.
-            (Some(base), Ok(len)) => Ok(unsafe {
-                Mapping::new(base, len, Arc::<Allocation>::clone(self))
-            }),
+            (Some(base), Ok(len)) => {
+                // SAFETY: the driver has mapped all of the allocation, which is at least so large, for
+                // reading and writing; it stays mapped until the allocation is dropped.
+                Ok(unsafe { Mapping::new(base, len, Arc::<Allocation>::clone(self)) })
+            }
             _ => Err(Error::new(
                 ErrorKind::Io,
                 format!("the driver mapped {wanted} of {label} at an impossible address"),
@@ -283,7 +284,10 @@ impl Allocation {
             .handle_type(vk::ExternalMemoryHandleTypeFlags::OPAQUE_FD);
         // SAFETY: the memory was allocated to be exported so.
         let fd = unsafe { descriptors.get_memory_fd(&info) }.map_err(|result| {
-            failed(format!("no descriptor of memory of {label} can be had"), result)
+            failed(
+                format!("no descriptor of memory of {label} can be had"),
+                result,
+            )
         })?;
         // SAFETY: the driver has just made the descriptor for us.
         Ok(unsafe { OwnedFd::from_raw_fd(fd) })

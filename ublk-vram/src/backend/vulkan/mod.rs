@@ -156,6 +156,30 @@ impl VulkanMemory {
         Ok(backend)
     }
 
+    /// Maps memory that another process has exported, on the same GPU. Nothing is written to it.
+    ///
+    /// # Errors
+    /// If it is not as large as `layout` says, or the driver does not take it.
+    pub fn import(&self, layout: &Layout, exported: Exported) -> Result<VulkanBackend> {
+        let (wanted, got) = (layout.chunks() as usize, exported.chunks.len());
+        if wanted != got {
+            return Err(Error::new(
+                ErrorKind::Io,
+                format!("{got} chunks were handed over, and the device has {wanted}"),
+            ));
+        }
+        let chunks = (0..)
+            .zip(exported.chunks)
+            .map(|(index, fd)| {
+                let is_mapped = index < exported.mapped;
+                Chunk::import(&self.device, layout.chunk_bytes(index), is_mapped, fd)
+            })
+            .collect::<Result<_>>()?;
+        let mut backend = self.with_chunks(chunks);
+        backend.costs = exported.costs;
+        Ok(backend)
+    }
+
     fn with_chunks(&self, chunks: Vec<Chunk>) -> VulkanBackend {
         let (memory, allocations): (Vec<_>, Vec<_>) = chunks
             .into_iter()
@@ -183,6 +207,39 @@ impl VulkanMemory {
     pub fn gpu(&self) -> &Gpu {
         &self.device.gpu
     }
+}
+
+/// Memory of a GPU as one process hands it to another.
+pub struct Exported {
+    /// One descriptor (OPAQUE_FD) for each chunk, in order.
+    pub chunks: Vec<OwnedFd>,
+    /// So many chunks, the first ones, are mapped for the CPU.
+    pub mapped: u32,
+    /// What was measured of the copy paths: measuring again would write to the memory.
+    pub costs: Costs,
+}
+
+/// Raises the soft limit of open files so that `more` descriptors fit beside those of a server.
+fn allow_descriptors(more: usize) -> Result<()> {
+    use nix::sys::resource::{Resource, getrlimit, setrlimit};
+    /// Descriptors of a server beside those of chunks: rings, sockets, eventfds, the driver's own.
+    const OTHERS: u64 = 256;
+    let wanted = more as u64 + OTHERS;
+    let failed = |errno| Error::os("the limit of open files", errno);
+    let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE).map_err(failed)?;
+    if wanted > hard {
+        return Err(Error::new(
+            ErrorKind::NoSpace,
+            format!(
+                "{more} chunks need {wanted} open files and {hard} are allowed: use a larger --chunk, or \
+                 raise the limit (ulimit -n, LimitNOFILE=)"
+            ),
+        ));
+    }
+    if wanted > soft {
+        setrlimit(Resource::RLIMIT_NOFILE, wanted, hard).map_err(failed)?;
+    }
+    Ok(())
 }
 
 /// The chunks, and the ways to them.
@@ -314,16 +371,24 @@ impl VulkanBackend {
         })
     }
 
-    /// One descriptor for each chunk, by which another process finds the memory again.
+    /// What another process needs to find this memory again, its contents untouched. The memory lives
+    /// as long as these descriptors, whatever becomes of this process.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`] if the driver makes none, [`ErrorKind::Busy`] if this process may not
-    /// open as many.
-    pub fn export(&self) -> Result<Vec<OwnedFd>> {
-        self.allocations
-            .iter()
-            .map(|allocation| allocation.export())
-            .collect()
+    /// [`ErrorKind::Unsupported`] if the driver makes no descriptors, [`ErrorKind::NoSpace`] if this
+    /// process may not hold one for each chunk.
+    pub fn export(&self) -> Result<Exported> {
+        allow_descriptors(self.allocations.len())?;
+        let mapped = self.chunks.iter().filter(|chunk| chunk.mapping.is_some());
+        Ok(Exported {
+            mapped: u32::try_from(mapped.count()).unwrap_or(u32::MAX),
+            costs: self.costs,
+            chunks: self
+                .allocations
+                .iter()
+                .map(|allocation| allocation.export())
+                .collect::<Result<_>>()?,
+        })
     }
 }
 

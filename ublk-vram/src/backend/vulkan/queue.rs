@@ -250,7 +250,8 @@ impl VulkanQueue {
             self.unfenced = false;
         }
         let mut started = false;
-        if wants_probe && let (Some(gather), Some(chunk)) = (&mut engines.gather, self.chunks.first())
+        if wants_probe
+            && let (Some(gather), Some(chunk)) = (&mut engines.gather, self.chunks.first())
         {
             let batch = Batch {
                 direction: Direction::Read,

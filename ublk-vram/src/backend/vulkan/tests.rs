@@ -9,6 +9,8 @@ use super::loader::{Instance, failed, loaded};
 use super::select::select;
 use super::types::{Heap, Memory, MemoryType};
 use super::*;
+use crate::backend::Direction;
+use crate::backend::access::Access;
 use crate::backend::conformance::check_backend;
 use crate::backend::host::HostMemory;
 use crate::store::zero_and_check;
@@ -22,17 +24,42 @@ fn lavapipe() -> String {
         .to_string()
 }
 
-fn open(layout: &Layout) -> VulkanBackend {
-    let memory = VulkanMemory::create(&lavapipe(), true, layout).unwrap();
+fn spec() -> VulkanSpec {
+    VulkanSpec {
+        gpu: lavapipe(),
+        allow_cpu_device: true,
+        reserve: None,
+        mapped: None,
+        copy_path: CopyPath::Auto,
+    }
+}
+
+fn open(spec: &VulkanSpec, layout: &Layout) -> VulkanBackend {
+    let memory = VulkanMemory::create(spec, layout).unwrap();
     memory.open(layout).unwrap()
+}
+
+fn conforms(backend: &VulkanBackend, layout: &Layout) {
+    let report = check_backend(backend, layout);
+    assert!(report.passed(), "{report}");
+}
+
+fn suite_layout() -> Layout {
+    Layout::new((13 << 20) + (5 << 12), Some(2 << 20)).unwrap()
+}
+
+/// How many copies took each path, both directions together.
+fn taken(backend: &VulkanBackend, path: &str) -> u64 {
+    let info = backend.paths().unwrap()();
+    let costs = info.costs.iter().filter(|cost| cost.path == path);
+    costs.map(|cost| cost.copies).sum()
 }
 
 #[test]
 fn lavapipe_passes_the_suite() {
-    let layout = Layout::new((13 << 20) + (5 << 12), Some(2 << 20)).unwrap();
-    let backend = open(&layout);
-    let report = check_backend(&backend, &layout);
-    assert!(report.passed(), "{report}");
+    let layout = suite_layout();
+    let backend = open(&spec(), &layout);
+    conforms(&backend, &layout);
     assert_eq!(backend.residency(), Some("system"));
     assert!(
         backend
@@ -42,10 +69,251 @@ fn lavapipe_passes_the_suite() {
 }
 
 #[test]
+fn each_path_alone_passes_the_suite() {
+    let layout = suite_layout();
+    for (copy_path, names) in [
+        (CopyPath::Bar, &["bar-load", "bar-store"][..]),
+        (CopyPath::Dma, &["dma"]),
+        (CopyPath::Gather, &["gather"]),
+    ] {
+        let spec = VulkanSpec {
+            copy_path,
+            ..spec()
+        };
+        let backend = open(&spec, &layout);
+        conforms(&backend, &layout);
+        for path in ["bar-load", "bar-store", "dma", "gather"] {
+            // The one exception: zeroes to mapped memory are the CPU's.
+            let is_used = taken(&backend, path) > 0;
+            let is_zeroing = path == "bar-store";
+            assert!(
+                is_used == names.contains(&path) || is_zeroing,
+                "{copy_path:?}: {path} used: {is_used}"
+            );
+        }
+    }
+}
+
+#[test]
+fn staging_passes_the_suite() {
+    let layout = suite_layout();
+    for copy_path in [CopyPath::Dma, CopyPath::Gather] {
+        let spec = VulkanSpec {
+            copy_path,
+            ..spec()
+        };
+        let mut backend = open(&spec, &layout);
+        backend.is_imported = false;
+        conforms(&backend, &layout);
+    }
+}
+
+#[test]
+fn memory_that_the_cpu_does_not_reach_passes_the_suite() {
+    let layout = suite_layout();
+    for mapped in [0, 4 << 20] {
+        let spec = VulkanSpec {
+            mapped: Some(mapped),
+            ..spec()
+        };
+        let backend = open(&spec, &layout);
+        let is_mapped = |chunk: &ChunkMemory| chunk.mapping.is_some();
+        let count = backend.chunks().iter().filter(|chunk| is_mapped(chunk));
+        assert_eq!(count.count() as u64, mapped >> 21);
+        assert!(
+            backend.chunks()[(mapped >> 21) as usize..]
+                .iter()
+                .all(|chunk| !is_mapped(chunk))
+        );
+        conforms(&backend, &layout);
+        zero_and_check(&backend).unwrap();
+        assert!(taken(&backend, "dma") > 0);
+    }
+}
+
+/// What one path wrote, another one reads, at once: the order that the block device relies on.
+#[test]
+fn paths_see_each_others_writes() {
+    const ROUNDS: u32 = 500;
+    let layout = Layout::new(2 << 20, Some(2 << 20)).unwrap();
+    let backend = open(&spec(), &layout);
+    let memory = Mapping::anonymous(2 << 16).unwrap();
+    let all = [Path::Bar, Path::Dma, Path::Gather];
+    let mut queues = all.map(|path| {
+        let only = Paths::only(path);
+        let queue = QueueId(0);
+        backend
+            .queue(queue, 1, &memory, only, backend.costs)
+            .unwrap()
+    });
+    let mut one = |path: usize, direction, at: u64, offset: u64, len: u32| {
+        let copy = crate::backend::Copy {
+            id: 0,
+            direction,
+            chunk: 0,
+            offset,
+            len,
+            memory: memory.at(at, len as usize).unwrap(),
+            device_offset: 0,
+        };
+        let mut done = Vec::with_capacity(1);
+        // SAFETY: the memory is ours, and the copy is waited for.
+        unsafe { queues[path].submit(&copy, &backend.chunks()[0]) };
+        while done.is_empty() {
+            queues[path].poll(&mut done);
+        }
+        assert_eq!(done[0].result, Ok(len));
+    };
+    for round in 0..ROUNDS {
+        let len = if round % 2 == 0 { 4096 } else { 65536 };
+        let offset = u64::from(round % 7) * 4096;
+        let (writer, reader) = (round as usize % 3, round as usize / 3 % 3);
+        let words = |at: u64| {
+            let base = memory.at(at, len as usize).unwrap();
+            // SAFETY: mapped, page-aligned, and no copy is in flight.
+            unsafe { std::slice::from_raw_parts_mut(base.cast::<u32>(), len as usize / 4) }
+        };
+        words(0).fill(round + 1);
+        words(1 << 16).fill(0);
+        one(writer, Direction::Write, 0, offset, len);
+        one(reader, Direction::Read, 1 << 16, offset, len);
+        assert!(
+            words(1 << 16).iter().all(|word| *word == round + 1),
+            "round {round}: {:?} wrote, {:?} read",
+            all[writer],
+            all[reader]
+        );
+    }
+}
+
+#[test]
+fn queues_share_one_engine() {
+    const THREADS: u16 = 4;
+    let layout = Layout::new(4 << 20, Some(4 << 20)).unwrap();
+    let spec = VulkanSpec {
+        copy_path: CopyPath::Dma,
+        ..spec()
+    };
+    let backend = open(&spec, &layout);
+    std::thread::scope(|scope| {
+        for number in 0..THREADS {
+            let backend = &backend;
+            scope.spawn(move || {
+                let memory = Mapping::anonymous(64 << 12).unwrap();
+                let mut queue = backend.open_queue(QueueId(number), 64, &memory).unwrap();
+                for round in 0..20u64 {
+                    for direction in [Direction::Write, Direction::Read] {
+                        for id in 0..64u32 {
+                            let at = memory.at(u64::from(id) << 12, 4096).unwrap();
+                            let word = round << 32 | u64::from(number) << 16 | u64::from(id);
+                            let fill = if direction == Direction::Write {
+                                word
+                            } else {
+                                0
+                            };
+                            // SAFETY: a page of our own, and no copy uses it.
+                            unsafe { at.cast::<u64>().write(fill) };
+                            let copy = crate::backend::Copy {
+                                id,
+                                direction,
+                                chunk: 0,
+                                offset: (u64::from(number) * 64 + u64::from(id)) << 12,
+                                len: 4096,
+                                memory: at,
+                                device_offset: 0,
+                            };
+                            // SAFETY: as above, and all are waited for.
+                            unsafe { queue.submit(&copy, &backend.chunks()[0]) };
+                        }
+                        let mut done = Vec::with_capacity(64);
+                        while done.len() < 64 {
+                            queue.poll(&mut done);
+                        }
+                        assert!(done.iter().all(|done| done.result == Ok(4096)));
+                    }
+                    for id in 0..64u64 {
+                        let at = memory.at(id << 12, 8).unwrap();
+                        // SAFETY: as above.
+                        let word = unsafe { at.cast::<u64>().read() };
+                        assert_eq!(word, round << 32 | u64::from(number) << 16 | id);
+                    }
+                }
+            });
+        }
+    });
+}
+
+#[test]
 fn memory_outlives_the_handles_it_came_from() {
     let layout = Layout::new(5 << 20, Some(2 << 20)).unwrap();
-    let chunks = open(&layout).chunks().to_vec();
-    zero_and_check(&chunks, &CopyRoutines::best()).unwrap();
+    let chunks = open(&spec(), &layout).chunks().to_vec();
+    let at = chunks[1].at(0, 4096).unwrap();
+    // SAFETY: mapped for as long as `chunks` lives.
+    unsafe { at.write_bytes(7, 4096) };
+}
+
+#[test]
+fn exported_memory_is_found_again() {
+    let layout = Layout::new(5 << 20, Some(2 << 20)).unwrap();
+    let spec = VulkanSpec {
+        mapped: Some(4 << 20),
+        ..spec()
+    };
+    let exported = {
+        let backend = open(&spec, &layout);
+        let mut access = Access::open(&backend, 0, 4096).unwrap();
+        for chunk in 0..3 {
+            access.write(chunk, 8192, &[chunk as u8 + 1; 4096]).unwrap();
+        }
+        drop(access);
+        backend.export().unwrap()
+    };
+    assert_eq!((exported.chunks.len(), exported.mapped), (3, 2));
+    // Nothing but the descriptors is left of the maker.
+    let memory = VulkanMemory::create(&spec, &layout).unwrap();
+    let backend = memory.import(&layout, exported).unwrap();
+    let mut access = Access::open(&backend, 0, 4096).unwrap();
+    for chunk in 0..3 {
+        let page = access.read(chunk, 8192, 4096).unwrap();
+        assert!(page.iter().all(|byte| *byte == chunk as u8 + 1), "{chunk}");
+    }
+    let few = Exported {
+        chunks: Vec::new(),
+        mapped: 0,
+        costs: Costs::default(),
+    };
+    let error = memory.import(&layout, few).err().unwrap();
+    assert!(error.message.contains("0 chunks"), "{error}");
+}
+
+#[test]
+fn a_lost_gpu_is_a_state() {
+    let layout = Layout::new(4 << 20, Some(2 << 20)).unwrap();
+    let backend = open(&spec(), &layout);
+    let memory = Mapping::anonymous(4096).unwrap();
+    let mut queue = backend.open_queue(QueueId(0), 8, &memory).unwrap();
+    backend.device.note(vk::Result::ERROR_DEVICE_LOST);
+    for (id, direction) in [
+        (1, Direction::Read),
+        (2, Direction::Write),
+        (3, Direction::Zero),
+    ] {
+        let copy = crate::backend::Copy {
+            id,
+            direction,
+            chunk: 0,
+            offset: 0,
+            len: 4096,
+            memory: memory.at(0, 4096).unwrap(),
+            device_offset: 0,
+        };
+        // SAFETY: the memory is ours, and the copy is waited for.
+        unsafe { queue.submit(&copy, &backend.chunks()[0]) };
+        let mut done = Vec::with_capacity(1);
+        queue.poll(&mut done);
+        assert_eq!(done[0].result, Err(libc::EIO));
+    }
+    assert_eq!(queue.in_flight(), 0);
 }
 
 #[test]
@@ -59,17 +327,26 @@ fn lavapipe_is_described() {
     assert_eq!(gpu.reason, None);
     assert!(!gpu.driver.is_empty() && !gpu.driver_version.is_empty());
     assert!(is_uuid(&gpu.gpu_uuid()));
-    assert_eq!(takeable(&gpu), gpu.host_visible_free);
+    assert!(gpu.engines && !gpu.display);
+    assert_eq!(takeable(&gpu, None), gpu.host_visible_free);
+    assert_eq!(
+        takeable(&gpu, Some(1 << 20)),
+        gpu.host_visible_free - (1 << 20)
+    );
     let instance = Instance::new().unwrap();
     assert_eq!(inventory(&instance).unwrap().len(), list().unwrap().len());
 }
 
 #[test]
 fn a_cpu_device_needs_the_switch() {
-    let error = available(&lavapipe(), false).unwrap_err();
+    let strict = VulkanSpec {
+        allow_cpu_device: false,
+        ..spec()
+    };
+    let error = available(&strict).unwrap_err();
     assert_eq!(error.kind, ErrorKind::Unsupported);
     assert!(error.message.contains("--allow-cpu-device"), "{error}");
-    assert!(available(&lavapipe(), true).unwrap() >= 1 << 30);
+    assert!(available(&spec()).unwrap() >= 1 << 30);
 }
 
 #[test]
@@ -96,7 +373,7 @@ fn a_chunk_that_is_too_large_is_refused_with_the_size_that_fits() {
 #[test]
 fn more_than_there_is_is_refused() {
     let layout = Layout::new(3 << 40, Some(1 << 30)).unwrap();
-    let error = VulkanMemory::create(&lavapipe(), true, &layout).err();
+    let error = VulkanMemory::create(&spec(), &layout).err();
     assert_eq!(error.unwrap().kind, ErrorKind::NoSpace);
 }
 
@@ -176,6 +453,8 @@ fn card(address: &str, uuid: u8, free: u64) -> Gpu {
         max_allocation: 4 << 30,
         max_allocations: 4096,
         exportable: true,
+        engines: true,
+        display: false,
         residency: Residency::Pinned,
         reason: None,
     }
@@ -256,14 +535,21 @@ fn a_gpu_with_two_drivers_is_used_through_the_one_that_can() {
 #[test]
 fn a_reserve_is_left_to_others() {
     let mut gpu = card("03:00.0", 3, 16 << 30);
-    assert_eq!(takeable(&gpu), 15 << 30);
-    gpu.host_visible_budget = 100 << 30;
-    gpu.host_visible_free = 80 << 30;
-    assert_eq!(takeable(&gpu), 75 << 30);
+    assert_eq!(takeable(&gpu, None), 15 << 30);
+    gpu.display = true;
+    assert_eq!(takeable(&gpu, None), 14 << 30);
+    assert_eq!(takeable(&gpu, Some(0)), 16 << 30);
+    gpu.device_local = 100 << 30;
+    gpu.free = Some(80 << 30);
+    assert_eq!(takeable(&gpu, None), 75 << 30);
+    // Without engines, only what the CPU maps.
+    gpu.engines = false;
+    gpu.host_visible_free = 20 << 30;
+    assert_eq!(takeable(&gpu, None), 15 << 30);
     gpu.host_visible_free = 1 << 20;
-    assert_eq!(takeable(&gpu), 0);
+    assert_eq!(takeable(&gpu, None), 0);
     gpu.kind = GpuKind::Cpu;
-    assert_eq!(takeable(&gpu), 1 << 20);
+    assert_eq!(takeable(&gpu, None), 1 << 20);
 }
 
 #[test]

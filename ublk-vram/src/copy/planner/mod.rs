@@ -136,6 +136,8 @@ const WEIGHT: f64 = 1.0 / 8.0;
 /// A path that is not taken is not measured: after so many nanoseconds half of its bad record is
 /// forgotten, so that it is tried again.
 const HALF_LIFE: f64 = 500e6;
+/// The shader takes compute units from others: it must be clearly better.
+const GATHER_MARGIN: f64 = 1.25;
 /// A copy is never believed to be more than this many times slower or faster than at the start.
 const MOST_DRIFT: f64 = 64.0;
 const LEAST_DRIFT: f64 = 0.5;
@@ -212,6 +214,11 @@ impl Planner {
             else {
                 continue;
             };
+            let time = if path == Path::Gather {
+                time * GATHER_MARGIN
+            } else {
+                time
+            };
             // The first of equals stays.
             if best.is_none_or(|(_, least)| time < least) {
                 best = Some((path, time));
@@ -241,6 +248,10 @@ impl Planner {
         if plain <= 0.0 {
             return;
         }
+        if path == Path::Gather && !self.gather.carried(plain, seen, now) {
+            // That it was late says nothing of how fast it is when it is in time.
+            return;
+        }
         let expected = plain * self.drift(path, direction).now(now);
         let factor = (seen.nearest(expected) / plain).clamp(LEAST_DRIFT, MOST_DRIFT);
         let before = self.drift(path, direction).now(now);
@@ -255,9 +266,6 @@ impl Planner {
                 factor: before + (factor - before) * WEIGHT,
                 at: now,
             };
-        }
-        if path == Path::Gather {
-            self.gather.carried(plain, seen, now);
         }
     }
 

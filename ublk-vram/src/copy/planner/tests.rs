@@ -153,9 +153,14 @@ fn a_busy_engine_is_left_for_a_while() {
         let seen = Seen::exactly(plain * 6.0);
         planner.observe(Path::Dma, Read, plain, seen, f64::from(n) * MS);
     }
-    assert_eq!(choose(&mut planner, Read, 1, 16 * KIB, 20.0 * MS), Path::Bar);
+    assert_eq!(
+        choose(&mut planner, Read, 1, 16 * KIB, 20.0 * MS),
+        Path::Bar
+    );
     // A megabyte is still its own: the BAR is worse.
-    let large = choose(&mut planner, Read, 1, 1024 * KIB, 20.0 * MS);
+    let mut large = group(Read, 1, 1024 * KIB);
+    large.able = Paths::ALL.without(Path::Gather);
+    let large = planner.choose(&large, 20.0 * MS).unwrap();
     assert_eq!(large, Path::Dma);
     assert_eq!(
         choose(&mut planner, Read, 1, 16 * KIB, 4000.0 * MS),

@@ -82,14 +82,17 @@ impl Trial {
         // Otherwise nobody looked in time: it proves nothing.
     }
 
-    /// It carried copies.
-    pub fn carried(&mut self, expected: f64, seen: Seen, now: f64) {
+    /// It carried copies. False if it was late.
+    pub fn carried(&mut self, expected: f64, seen: Seen, now: f64) -> bool {
         if is_late(expected, seen.after) {
             self.late(now);
-        } else if self.missing == 0 && !is_late(expected, seen.by) {
+            return false;
+        }
+        if self.missing == 0 && !is_late(expected, seen.by) {
             self.good_at = now;
             self.pause = FIRST_PAUSE;
         }
+        true
     }
 
     fn late(&mut self, now: f64) {

@@ -10,11 +10,11 @@ use ash::vk;
 
 use super::EngineQueue;
 use super::lane::{Batch, Ended, Part, Slots};
+use crate::backend::Direction;
 use crate::backend::Mapping;
 use crate::backend::vulkan::device::Device;
 use crate::backend::vulkan::loader::failed;
 use crate::backend::vulkan::memory::{Allocation, Source};
-use crate::backend::Direction;
 use crate::error::{Error, ErrorKind, Result};
 
 /// Pieces in one dispatch.
@@ -134,7 +134,10 @@ impl GatherLane {
         let Some((tables, mapping)) = table else {
             return Err(Error::new(
                 ErrorKind::NoSpace,
-                format!("{} has no memory for the shader's tables", device.gpu.label()),
+                format!(
+                    "{} has no memory for the shader's tables",
+                    device.gpu.label()
+                ),
             ));
         };
         let lane = GatherLane {
@@ -222,12 +225,14 @@ impl GatherLane {
                 Direction::Read => (chunk, memory),
                 _ => (memory, chunk),
             };
-            (0..part.len).step_by(PIECE_BYTES as usize).map(move |at| Piece {
-                from: from + u64::from(at),
-                to: to + u64::from(at),
-                quads: (part.len - at).min(PIECE_BYTES) / QUAD as u32,
-                unused: [0; 3],
-            })
+            (0..part.len)
+                .step_by(PIECE_BYTES as usize)
+                .map(move |at| Piece {
+                    from: from + u64::from(at),
+                    to: to + u64::from(at),
+                    quads: (part.len - at).min(PIECE_BYTES) / QUAD as u32,
+                    unused: [0; 3],
+                })
         });
         self.fill(index, pieces);
         self.slots.send(index, parts, batch);
@@ -298,8 +303,8 @@ mod tests {
     /// The binary form is what the compiler makes of the source beside it.
     #[test]
     fn the_shader_is_made_of_its_source() {
-        let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR"))
-            .join("src/backend/vulkan/engine");
+        let folder =
+            std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("src/backend/vulkan/engine");
         let scratch = tempfile::tempdir().unwrap();
         let made = scratch.path().join("gather.spv");
         let output = Command::new("glslangValidator")

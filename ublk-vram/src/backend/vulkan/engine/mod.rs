@@ -141,6 +141,10 @@ impl EngineQueue {
         // SAFETY: this thread owns the queue; every command buffer is recorded and not in flight (its
         // slot was free), every semaphore is a timeline whose value only grows, and each lane keeps
         // both until its work has ended.
-        unsafe { device.api.queue_submit(self.queue, infos, vk::Fence::null()) }
+        unsafe {
+            device
+                .api
+                .queue_submit(self.queue, infos, vk::Fence::null())
+        }
     }
 }

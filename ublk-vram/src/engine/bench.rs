@@ -1,0 +1,680 @@
+//! Drives real engines with requests of its own: the whole path but the kernel's, on any machine.
+//!
+//! Each thread has an [`Engine`] and a part of the device, keeps `depth` requests in flight, and sleeps
+//! as a queue thread does. Every page that is written carries its number and its version, and every
+//! read is checked against what was written last; [`Bench::verify`] looks at every byte.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use hdrhistogram::Histogram;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use nix::time::{ClockId, clock_gettime};
+use serde::Serialize;
+
+use super::{Engine, Finished, Op, Request, StatsTable};
+use crate::backend::{Backend, Mapping, QueueId};
+use crate::error::{Error, ErrorKind, Result};
+use crate::store::shared::SharedMapping;
+use crate::store::{ChunkTable, Layout};
+
+const PAGE: u64 = 4096;
+const WORDS: usize = PAGE as usize / 8;
+/// Words of a page that are no pattern: number, version, seed, and at the end their sum.
+const STAMPS: usize = 3;
+/// A thread that waits looks at the clock so often.
+const NAP_MS: u8 = 50;
+/// Requests that do not end in so long are lost.
+const HANG: Duration = Duration::from_secs(30);
+
+/// What to do, and with how many.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Workload {
+    /// Percent of the requests that read.
+    pub reads: u8,
+    /// One after the other, rather than anywhere.
+    pub sequential: bool,
+    /// Bytes of a request, a multiple of 4096.
+    pub size: u32,
+    /// Requests in flight for each thread.
+    pub depth: u16,
+    /// Threads, each with a queue.
+    pub threads: u16,
+    /// How long; `None` to touch every block once.
+    pub time: Option<Duration>,
+    /// First byte of the device that is used, a multiple of 4096.
+    pub start: u64,
+    /// Bytes of the device that are used.
+    pub len: u64,
+}
+
+/// Times of requests in nanoseconds, from submission to completion.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+pub struct Times {
+    /// Half of them are faster.
+    pub p50: u64,
+    /// 99 of a hundred.
+    pub p99: u64,
+    /// 999 of a thousand.
+    pub p999: u64,
+    /// All.
+    pub max: u64,
+}
+
+impl Times {
+    fn of(histogram: &Histogram<u64>) -> Option<Times> {
+        let at = |quantile| histogram.value_at_quantile(quantile);
+        (!histogram.is_empty()).then(|| Times {
+            p50: at(0.5),
+            p99: at(0.99),
+            p999: at(0.999),
+            max: histogram.max(),
+        })
+    }
+}
+
+/// What came of a workload.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Outcome {
+    /// Seconds it took.
+    pub seconds: f64,
+    /// Requests completed.
+    pub requests: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// Times of reads.
+    pub read: Option<Times>,
+    /// Times of writes.
+    pub write: Option<Times>,
+    /// CPUs that the whole process kept busy.
+    pub cpus: f64,
+    /// Requests that failed.
+    pub errors: u64,
+    /// Pages that were not what was written.
+    pub wrong: u64,
+}
+
+/// A backend with what is known of its contents.
+pub struct Bench<'a> {
+    backend: &'a dyn Backend,
+    layout: Layout,
+    /// The version of each page; 0 is a page of zeroes.
+    versions: Vec<AtomicU32>,
+}
+
+/// What one thread found.
+struct Tally {
+    read: Histogram<u64>,
+    write: Histogram<u64>,
+    requests: u64,
+    errors: u64,
+    wrong: u64,
+}
+
+impl<'a> Bench<'a> {
+    /// A bench on a backend whose chunks are all zero.
+    pub fn new(backend: &'a dyn Backend, layout: Layout) -> Bench<'a> {
+        let pages = layout.device_bytes() / PAGE;
+        Bench {
+            backend,
+            layout,
+            versions: (0..pages).map(|_| AtomicU32::new(0)).collect(),
+        }
+    }
+
+    /// Writes every page of a part of the device once.
+    ///
+    /// # Errors
+    /// As [`Bench::run`].
+    pub fn fill(&self, start: u64, len: u64, threads: u16) -> Result<Outcome> {
+        self.run(&whole(0, start, len, threads))
+    }
+
+    /// Reads every page of a part of the device once and looks at every byte.
+    ///
+    /// # Errors
+    /// As [`Bench::run`].
+    pub fn verify(&self, start: u64, len: u64, threads: u16) -> Result<Outcome> {
+        self.run(&whole(100, start, len, threads))
+    }
+
+    /// Carries out a workload.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Usage`] if it does not fit the device, [`ErrorKind::Io`] if requests do not end.
+    /// Failed requests and wrong pages are counted, and are no error here.
+    pub fn run(&self, load: &Workload) -> Result<Outcome> {
+        let blocks = load.len / u64::from(load.size.max(1)) / u64::from(load.threads.max(1));
+        let is_inside = load
+            .start
+            .checked_add(load.len)
+            .is_some_and(|end| end <= self.layout.device_bytes());
+        if !u64::from(load.size).is_multiple_of(PAGE)
+            || load.size == 0
+            || load.depth == 0
+            || load.threads == 0
+            || !is_inside
+            || blocks < 2 * u64::from(load.depth)
+        {
+            return Err(Error::usage(format!(
+                "{} threads with {} requests of {} bytes each do not fit into {} bytes of the device: \
+                 at least twice as many blocks as requests, of a multiple of 4096 bytes",
+                load.threads, load.depth, load.size, load.len
+            )));
+        }
+        let table = Arc::new(ChunkTable::new(self.backend.chunks(), load.threads));
+        let stats = Arc::new(stats(load.threads)?);
+        let mut threads = Vec::new();
+        for number in 0..load.threads {
+            let memory = Mapping::anonymous(usize::from(load.depth) * load.size as usize)?;
+            let copies = Engine::copies(load.depth);
+            let queue = self.backend.open_queue(QueueId(number), copies, &memory)?;
+            let engine = Engine::new(
+                QueueId(number),
+                load.depth,
+                self.layout,
+                Arc::clone(&table),
+                queue,
+                Arc::clone(&stats),
+            );
+            let first = load.start / PAGE + u64::from(number) * blocks * load.pages();
+            threads.push(Thread::new(self, load, engine, memory, first, blocks)?);
+        }
+        let begin = Instant::now();
+        let busy = process_time()?;
+        let tallies = std::thread::scope(|scope| {
+            let started: Vec<_> = threads
+                .into_iter()
+                .map(|thread| scope.spawn(move || thread.run()))
+                .collect();
+            started
+                .into_iter()
+                .map(|thread| {
+                    thread.join().unwrap_or_else(|_| {
+                        Err(Error::new(ErrorKind::Io, "a thread of the bench panicked"))
+                    })
+                })
+                .collect::<Result<Vec<Tally>>>()
+        })?;
+        let seconds = begin.elapsed().as_secs_f64();
+        let cpus = (process_time()? - busy).as_secs_f64() / seconds;
+        let mut all = Tally::new()?;
+        for tally in &tallies {
+            all.add(tally)?;
+        }
+        Ok(Outcome {
+            seconds,
+            requests: all.requests,
+            bytes: all.requests * u64::from(load.size),
+            read: Times::of(&all.read),
+            write: Times::of(&all.write),
+            cpus,
+            errors: all.errors,
+            wrong: all.wrong,
+        })
+    }
+
+    /// CPUs that the process keeps busy while `threads` queues are open and nothing is asked of them.
+    ///
+    /// # Errors
+    /// If a queue cannot be opened.
+    pub fn idle(&self, threads: u16, time: Duration) -> Result<f64> {
+        let memory = Mapping::anonymous(1 << 20)?;
+        let queues = (0..threads)
+            .map(|number| self.backend.open_queue(QueueId(number), 64, &memory))
+            .collect::<Result<Vec<_>>>()?;
+        let busy = process_time()?;
+        std::thread::sleep(time);
+        let cpus = (process_time()? - busy).as_secs_f64() / time.as_secs_f64();
+        drop(queues);
+        Ok(cpus)
+    }
+}
+
+/// Every block of a part once: requests of 1 MiB where they fit.
+fn whole(reads: u8, start: u64, len: u64, threads: u16) -> Workload {
+    let size = [1 << 20, 64 << 10, PAGE as u32]
+        .into_iter()
+        .find(|size| len.is_multiple_of(u64::from(*size) * u64::from(threads)))
+        .unwrap_or(PAGE as u32);
+    let blocks = len / u64::from(size) / u64::from(threads.max(1));
+    Workload {
+        reads,
+        sequential: true,
+        size,
+        depth: u16::try_from((blocks / 2).clamp(1, 8)).unwrap_or(1),
+        threads,
+        time: None,
+        start,
+        len,
+    }
+}
+
+impl Workload {
+    fn pages(&self) -> u64 {
+        u64::from(self.size) / PAGE
+    }
+}
+
+impl Tally {
+    fn new() -> Result<Tally> {
+        // A nanosecond to a minute, to a hundredth.
+        let histogram = || {
+            Histogram::new_with_bounds(1, 60_000_000_000, 2)
+                .map_err(|error| Error::new(ErrorKind::Io, format!("a histogram: {error}")))
+        };
+        Ok(Tally {
+            read: histogram()?,
+            write: histogram()?,
+            requests: 0,
+            errors: 0,
+            wrong: 0,
+        })
+    }
+
+    fn add(&mut self, other: &Tally) -> Result<()> {
+        let failed = |error| Error::new(ErrorKind::Io, format!("a histogram: {error}"));
+        self.read.add(&other.read).map_err(failed)?;
+        self.write.add(&other.write).map_err(failed)?;
+        self.requests += other.requests;
+        self.errors += other.errors;
+        self.wrong += other.wrong;
+        Ok(())
+    }
+}
+
+/// A request in flight.
+#[derive(Clone, Copy)]
+struct Open {
+    is_read: bool,
+    /// First page, counted from the device's start.
+    page: u64,
+    sent: Instant,
+}
+
+struct Thread<'a> {
+    versions: &'a [AtomicU32],
+    load: Workload,
+    engine: Engine,
+    memory: Mapping,
+    first: u64,
+    blocks: u64,
+    next: u64,
+    random: u64,
+    open: Vec<Option<Open>>,
+    idle: Vec<u16>,
+    tally: Tally,
+    whole_check: bool,
+}
+
+impl<'a> Thread<'a> {
+    fn new(
+        bench: &'a Bench<'_>,
+        load: &Workload,
+        engine: Engine,
+        memory: Mapping,
+        first: u64,
+        blocks: u64,
+    ) -> Result<Thread<'a>> {
+        let thread = Thread {
+            versions: &bench.versions,
+            load: *load,
+            engine,
+            memory,
+            first,
+            blocks,
+            next: 0,
+            random: first.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1,
+            open: vec![None; usize::from(load.depth)],
+            idle: (0..load.depth).rev().collect(),
+            tally: Tally::new()?,
+            whole_check: load.time.is_none(),
+        };
+        for tag in 0..load.depth {
+            for page in 0..load.pages() {
+                let words = thread.page(tag, page);
+                for (word, n) in words.iter_mut().zip(0..) {
+                    *word = pattern(seed(tag, page), n);
+                }
+            }
+        }
+        Ok(thread)
+    }
+
+    /// The words of page `page` of a tag's buffer.
+    #[allow(clippy::mut_from_ref, reason = "the memory is shared with the engine")]
+    fn page(&self, tag: u16, page: u64) -> &mut [u64] {
+        let offset = u64::from(tag) * u64::from(self.load.size) + page * PAGE;
+        match self.memory.at(offset, PAGE as usize) {
+            // SAFETY: mapped for as long as `self`, aligned to a page; the tag is not in flight, and
+            // only one slice is looked at at a time.
+            Some(at) => unsafe { std::slice::from_raw_parts_mut(at.cast::<u64>(), WORDS) },
+            None => &mut [],
+        }
+    }
+
+    fn run(mut self) -> Result<Tally> {
+        let begin = Instant::now();
+        let mut finished: Vec<Finished> = Vec::with_capacity(usize::from(self.load.depth));
+        let mut progress = begin;
+        loop {
+            let is_over = match self.load.time {
+                Some(time) => begin.elapsed() >= time,
+                None => self.next >= self.blocks,
+            };
+            if is_over && self.idle.len() == usize::from(self.load.depth) {
+                return Ok(self.tally);
+            }
+            if !is_over {
+                self.send();
+            }
+            self.engine.advance(&mut finished);
+            if finished.is_empty() {
+                if progress.elapsed() > HANG {
+                    // An engine may still write to the memory: it stays for ever.
+                    let in_flight = usize::from(self.load.depth) - self.idle.len();
+                    std::mem::forget((self.engine, self.memory));
+                    return Err(Error::new(
+                        ErrorKind::Io,
+                        format!("{in_flight} requests do not end"),
+                    ));
+                }
+                if !self.engine.has_work() {
+                    self.sleep()?;
+                }
+                continue;
+            }
+            progress = Instant::now();
+            for done in finished.drain(..) {
+                self.end(&done, progress);
+            }
+        }
+    }
+
+    /// Keeps every tag in flight.
+    fn send(&mut self) {
+        while let Some(tag) = self.idle.pop() {
+            let Some(page) = self.choose() else {
+                self.idle.push(tag);
+                return;
+            };
+            let is_read = self.load.reads >= 100
+                || (self.load.reads > 0 && self.draw() % 100 < u64::from(self.load.reads));
+            if !is_read {
+                self.stamp(tag, page);
+            }
+            let buffer = u64::from(tag) * u64::from(self.load.size);
+            let Some(memory) = self.memory.at(buffer, self.load.size as usize) else {
+                return;
+            };
+            if let Some(open) = self.open.get_mut(usize::from(tag)) {
+                *open = Some(Open {
+                    is_read,
+                    page,
+                    sent: Instant::now(),
+                });
+            }
+            let request = Request {
+                tag,
+                op: if is_read { Op::Read } else { Op::Write },
+                swap: false,
+                offset: page * PAGE,
+                len: u64::from(self.load.size),
+                memory,
+            };
+            // SAFETY: the buffer is this tag's alone, which is idle, and the thread touches it again only
+            // when the request was handed out.
+            unsafe { self.engine.submit(request) };
+        }
+    }
+
+    /// The first page of a block that no request in flight touches; `None` when all were touched once.
+    fn choose(&mut self) -> Option<u64> {
+        loop {
+            let block = if self.load.sequential {
+                if self.load.time.is_none() && self.next >= self.blocks {
+                    return None;
+                }
+                self.next += 1;
+                (self.next - 1) % self.blocks
+            } else {
+                self.draw() % self.blocks
+            };
+            let page = self.first + block * self.load.pages();
+            let mut open = self.open.iter().flatten();
+            if !open.any(|open| open.page == page) {
+                return Some(page);
+            }
+        }
+    }
+
+    fn draw(&mut self) -> u64 {
+        // xorshift64: which blocks is of no matter, that they differ is.
+        self.random ^= self.random << 13;
+        self.random ^= self.random >> 7;
+        self.random ^= self.random << 17;
+        self.random
+    }
+
+    fn version(&self, page: u64) -> Option<&AtomicU32> {
+        self.versions.get(usize::try_from(page).ok()?)
+    }
+
+    /// Makes a buffer the next version of its pages.
+    fn stamp(&mut self, tag: u16, first: u64) {
+        for page in 0..self.load.pages() {
+            let Some(version) = self.version(first + page) else {
+                continue;
+            };
+            // This thread alone writes to its part.
+            let next = version.load(Ordering::Relaxed) + 1;
+            version.store(next, Ordering::Relaxed);
+            if let [number, version, from, .., sum] = self.page(tag, page) {
+                *number = first + page;
+                // A read has left another page here: the pattern of that one is as good.
+                *version = u64::from(next);
+                if *from == 0 {
+                    *from = seed(tag, page);
+                }
+                *sum = mix(first + page, u64::from(next), *from);
+            }
+        }
+    }
+
+    fn end(&mut self, done: &Finished, now: Instant) {
+        let Some(open) = self
+            .open
+            .get_mut(usize::from(done.tag))
+            .and_then(Option::take)
+        else {
+            return;
+        };
+        self.idle.push(done.tag);
+        self.tally.requests += 1;
+        if done.result != i32::try_from(self.load.size).unwrap_or(i32::MAX) {
+            self.tally.errors += 1;
+            return;
+        }
+        let time = u64::try_from(now.duration_since(open.sent).as_nanos()).unwrap_or(u64::MAX);
+        let histogram = if open.is_read {
+            &mut self.tally.read
+        } else {
+            &mut self.tally.write
+        };
+        histogram.saturating_record(time);
+        if !open.is_read {
+            return;
+        }
+        for page in 0..self.load.pages() {
+            let number = open.page + page;
+            let version = self
+                .version(number)
+                .map_or(0, |v| v.load(Ordering::Relaxed));
+            let words = self.page(done.tag, page);
+            let is_right = match words {
+                _ if version == 0 => words.iter().all(|word| *word == 0),
+                [at, stamped, from, .., sum] => {
+                    let (at, stamped, from, sum) = (*at, *stamped, *from, *sum);
+                    at == number
+                        && stamped == u64::from(version)
+                        && sum == mix(number, stamped, from)
+                        && (!self.whole_check || is_pattern(words, from))
+                }
+                _ => false,
+            };
+            self.tally.wrong += u64::from(!is_right);
+            if !is_right || version == 0 {
+                // Such a page is no pattern to write again.
+                let fresh = seed(done.tag, page);
+                for (word, n) in self.page(done.tag, page).iter_mut().zip(0..) {
+                    *word = pattern(fresh, n);
+                }
+            }
+        }
+    }
+
+    /// Waits for the engine's descriptor, as a queue thread does.
+    fn sleep(&self) -> Result<()> {
+        use std::os::fd::BorrowedFd;
+        let Some(fd) = self.engine.completion_fd() else {
+            return Ok(());
+        };
+        // SAFETY: the descriptor belongs to the engine, which lives longer than this call.
+        let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
+        let mut fds = [PollFd::new(borrowed, PollFlags::POLLIN)];
+        match poll(&mut fds, PollTimeout::from(NAP_MS)) {
+            Ok(0) | Err(nix::errno::Errno::EINTR) => Ok(()),
+            Ok(_) => {
+                let mut count = [0u8; 8];
+                // Somebody else may have read it: then there is nothing to read.
+                let _ = nix::unistd::read(borrowed, &mut count);
+                Ok(())
+            }
+            Err(errno) => Err(Error::os("poll", errno)),
+        }
+    }
+}
+
+/// What the words of a page between its stamps are made from.
+fn seed(tag: u16, page: u64) -> u64 {
+    u64::from(tag) << 32 | (page + 1)
+}
+
+/// Word `n` of a page (a multiplicative hash: cheap, and no two words of a page are alike).
+fn pattern(seed: u64, n: u64) -> u64 {
+    if n == 2 {
+        return seed;
+    }
+    (seed << 10 | n).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+}
+
+fn mix(number: u64, version: u64, seed: u64) -> u64 {
+    number
+        .wrapping_mul(0xbf58_476d_1ce4_e5b9)
+        .wrapping_add(version.wrapping_mul(0x94d0_49bb_1331_11eb))
+        ^ seed
+}
+
+fn is_pattern(words: &[u64], seed: u64) -> bool {
+    let body = words.iter().zip(0..).take(WORDS - 1).skip(STAMPS);
+    body.into_iter().all(|(word, n)| *word == pattern(seed, n))
+}
+
+fn stats(queues: u16) -> Result<StatsTable> {
+    use std::os::fd::AsFd;
+    let bytes = StatsTable::bytes(queues);
+    let memfd = memfd_create(c"ublk-vram-bench", MFdFlags::MFD_CLOEXEC)
+        .map_err(|errno| Error::os("memfd_create", errno))?;
+    nix::unistd::ftruncate(&memfd, i64::try_from(bytes).unwrap_or(i64::MAX))
+        .map_err(|errno| Error::os("ftruncate", errno))?;
+    StatsTable::new(SharedMapping::new(memfd.as_fd(), bytes)?, queues)
+}
+
+/// CPU time of this process.
+fn process_time() -> Result<Duration> {
+    clock_gettime(ClockId::CLOCK_PROCESS_CPUTIME_ID)
+        .map(Duration::from)
+        .map_err(|errno| Error::os("clock_gettime", errno))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::host::HostMemory;
+
+    fn host(bytes: u64) -> (Layout, impl Backend) {
+        let layout = Layout::new(bytes, Some(2 << 20)).unwrap();
+        let backend = HostMemory::create(&layout).unwrap().open(&layout).unwrap();
+        (layout, backend)
+    }
+
+    fn load(reads: u8, size: u32, sequential: bool) -> Workload {
+        Workload {
+            reads,
+            sequential,
+            size,
+            depth: 4,
+            threads: 2,
+            time: Some(Duration::from_millis(30)),
+            start: 0,
+            len: 16 << 20,
+        }
+    }
+
+    #[test]
+    fn what_is_written_is_verified() {
+        let (layout, backend) = host(16 << 20);
+        let bench = Bench::new(&backend, layout);
+        // Nothing is written yet: zeroes are right.
+        let zeroes = bench.verify(0, 16 << 20, 2).unwrap();
+        assert_eq!((zeroes.wrong, zeroes.bytes), (0, 16 << 20));
+        assert_eq!(bench.fill(0, 16 << 20, 2).unwrap().bytes, 16 << 20);
+        for (reads, size, sequential) in [
+            (0, 4096, false),
+            (100, 4096, false),
+            (50, 16384, false),
+            (50, 1 << 20, true),
+            (70, 4096, true),
+        ] {
+            let outcome = bench.run(&load(reads, size, sequential)).unwrap();
+            assert_eq!((outcome.wrong, outcome.errors), (0, 0), "{outcome:?}");
+            assert!(outcome.requests > 0);
+            assert_eq!(outcome.read.is_some(), reads > 0);
+            assert_eq!(outcome.write.is_some(), reads < 100);
+        }
+        let end = bench.verify(0, 16 << 20, 2).unwrap();
+        assert_eq!((end.wrong, end.errors), (0, 0));
+    }
+
+    #[test]
+    fn a_wrong_byte_is_found() {
+        let (layout, backend) = host(4 << 20);
+        let bench = Bench::new(&backend, layout);
+        bench.fill(0, 4 << 20, 1).unwrap();
+        let at = backend.chunks()[0].at(5 * PAGE + 1234, 1).unwrap();
+        // SAFETY: mapped, and no request is in flight.
+        unsafe { *at ^= 1 };
+        assert_eq!(bench.verify(0, 4 << 20, 1).unwrap().wrong, 1);
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused() {
+        let (layout, backend) = host(4 << 20);
+        let bench = Bench::new(&backend, layout);
+        for load in [
+            Workload {
+                len: 8 << 20,
+                ..load(0, 4096, true)
+            },
+            Workload {
+                len: 4 << 20,
+                ..load(0, 1 << 20, true)
+            },
+            load(0, 5000, true),
+        ] {
+            assert_eq!(bench.run(&load).unwrap_err().kind, ErrorKind::Usage);
+        }
+    }
+}
