@@ -27,6 +27,8 @@ struct Row {
     name: String,
     load: Option<Workload>,
     outcome: Outcome,
+    /// How many copies took each path, where there is more than one.
+    taken: Vec<(String, u64)>,
 }
 
 pub fn engine(args: &BenchEngineArgs) -> Result<()> {
@@ -62,12 +64,20 @@ fn measure(args: &BenchEngineArgs, backend: &dyn Backend, layout: Layout) -> Res
     let bench = Bench::new(backend, layout);
     let idle = bench.idle(FILLERS, IDLE)?;
     let mut rows = Vec::new();
+    let mut before = taken(backend);
     let mut row = |name: &str, load: Option<Workload>, outcome: Outcome| {
+        let after = taken(backend);
+        let counts = after.iter().map(|(path, count)| {
+            let earlier = before.iter().find(|(name, _)| name == path);
+            (path.clone(), count - earlier.map_or(0, |(_, count)| *count))
+        });
         rows.push(Row {
             name: name.to_owned(),
             load,
             outcome,
+            taken: counts.filter(|(_, count)| *count > 0).collect(),
         });
+        before = after;
     };
     // Whole blocks for every filler.
     let whole = len / (u64::from(FILLERS) << 20) * (u64::from(FILLERS) << 20);
@@ -125,6 +135,33 @@ fn measure(args: &BenchEngineArgs, backend: &dyn Backend, layout: Layout) -> Res
         ))?;
     }
     Ok(wrong)
+}
+
+/// Copies so far by each path, both directions together.
+fn taken(backend: &dyn Backend) -> Vec<(String, u64)> {
+    let mut taken: Vec<(String, u64)> = Vec::new();
+    for cost in backend
+        .paths()
+        .map(|paths| paths().costs)
+        .unwrap_or_default()
+    {
+        match taken.iter_mut().find(|(path, _)| *path == cost.path) {
+            Some((_, copies)) => *copies += cost.copies,
+            None => taken.push((cost.path, cost.copies)),
+        }
+    }
+    taken
+}
+
+/// `dma 97%, gather 3%`, the most used first.
+fn shares(taken: &[(String, u64)]) -> String {
+    let all: u64 = taken.iter().map(|(_, count)| count).sum();
+    let mut taken = taken.to_vec();
+    taken.sort_by_key(|(_, count)| std::cmp::Reverse(*count));
+    let share = |(path, count): &(String, u64)| {
+        format!("{path} {:.0}%", *count as f64 * 100.0 / all.max(1) as f64)
+    };
+    taken.iter().map(share).collect::<Vec<_>>().join(", ")
 }
 
 /// The part of the device that is asked for, in bytes.
@@ -200,6 +237,7 @@ fn table(rows: &[Row]) -> Table {
         ("P99", Align::Right),
         ("CPUS", Align::Right),
         ("WRONG", Align::Right),
+        ("BY", Align::Left),
     ]);
     let micros = |times: Option<Times>, of: fn(Times) -> u64| {
         times.map_or_else(String::new, |times| {
@@ -210,6 +248,7 @@ fn table(rows: &[Row]) -> Table {
         name,
         load,
         outcome,
+        taken,
     } in rows
     {
         let of_load = |of: fn(&Workload) -> String| load.as_ref().map_or_else(String::new, of);
@@ -226,11 +265,17 @@ fn table(rows: &[Row]) -> Table {
             micros(outcome.write, |times| times.p99),
             format!("{:.2}", outcome.cpus),
             (outcome.wrong + outcome.errors).to_string(),
+            shares(taken),
         ]);
     }
     table
 }
 
 fn document(row: &Row) -> Value {
-    json!({ "what": row.name, "workload": row.load, "outcome": row.outcome })
+    let taken: serde_json::Map<_, _> = row
+        .taken
+        .iter()
+        .map(|(path, count)| (path.clone(), json!(count)))
+        .collect();
+    json!({ "what": row.name, "workload": row.load, "outcome": row.outcome, "taken": taken })
 }

@@ -2,7 +2,6 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Instant;
 
 use crossbeam_utils::CachePadded;
 
@@ -60,8 +59,7 @@ impl Row {
     }
 
     /// Shows what the planner believes now.
-    pub(super) fn update(&self, planner: &Planner, epoch: Instant) {
-        let now = epoch.elapsed().as_nanos() as f64;
+    pub(super) fn update(&self, planner: &Planner, now: f64) {
         for direction in DIRECTIONS {
             for path in Path::ALL {
                 if let Some(counters) = self.of(path, direction) {

@@ -59,6 +59,7 @@ pub(super) fn measure(
             costs.set(path, direction, Some(Cost::fit(small, many, large)));
         }
     }
+    costs.guess_late_gather();
     Ok(costs)
 }
 

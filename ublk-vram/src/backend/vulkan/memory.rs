@@ -60,7 +60,8 @@ pub(super) fn allocate(
     let mut mapped = device.types.mapped;
     let local = device.types.local.filter(|_| has_engine);
     let mut got = 0;
-    (0..layout.chunks())
+    let mut refused = None;
+    let chunks = (0..layout.chunks())
         .map(|index| {
             let size = layout.chunk_bytes(index);
             if local.is_some() && got + size > most_mapped {
@@ -73,9 +74,11 @@ pub(super) fn allocate(
                     format!("the CPU cannot map the memory of {}", device.gpu.label()),
                 )),
             };
-            if let (Err(_), Some(kind)) = (&outcome, local) {
+            if let (Err(error), Some(kind)) = (&outcome, local) {
                 // The aperture is used up (or there is none): what follows is for the engines.
-                mapped = None;
+                if mapped.take().is_some() {
+                    refused = Some((got, error.clone()));
+                }
                 outcome = Chunk::new(device, size, kind, false, Source::Storage);
             }
             let chunk = outcome.map_err(|error| {
@@ -92,7 +95,15 @@ pub(super) fn allocate(
             got += size;
             Ok(chunk)
         })
-        .collect()
+        .collect::<Result<Vec<_>>>()?;
+    if let Some((mapped, error)) = refused {
+        tracing::info!(
+            "{} of {} are mapped for the CPU, the rest is left to the GPU's engines: {error}",
+            human(mapped),
+            human(layout.total_bytes())
+        );
+    }
+    Ok(chunks)
 }
 
 impl Chunk {
@@ -159,7 +170,6 @@ impl Allocation {
             memory: vk::DeviceMemory::null(),
             device: Arc::clone(device),
         };
-        let mut external = vk::ExternalMemoryBufferCreateInfo::default().handle_types(handles);
         let mut usage = vk::BufferUsageFlags::TRANSFER_SRC | vk::BufferUsageFlags::TRANSFER_DST;
         if device.can.address {
             usage |= vk::BufferUsageFlags::STORAGE_BUFFER
@@ -172,14 +182,28 @@ impl Allocation {
                 .sharing_mode(vk::SharingMode::CONCURRENT)
                 .queue_family_indices(&device.families);
         }
-        if !handles.is_empty() {
-            create = create.push_next(&mut external);
+        let mut needs = vk::MemoryRequirements::default();
+        for is_declared in [true, false] {
+            let mut external = vk::ExternalMemoryBufferCreateInfo::default().handle_types(handles);
+            let mut create = create;
+            if is_declared && !handles.is_empty() {
+                create = create.push_next(&mut external);
+            }
+            // SAFETY: the device is alive, and `create` with its chain outlives the call.
+            let buffer = unsafe { device.api.create_buffer(&create, None) }
+                .map_err(|result| fail("makes no buffer for", result))?;
+            let before = std::mem::replace(&mut allocation.buffer, buffer);
+            // SAFETY: both were made from this device; the earlier one was never bound. Null is ignored.
+            needs = unsafe {
+                device.api.destroy_buffer(before, None);
+                device.api.get_buffer_memory_requirements(buffer)
+            };
+            // NVIDIA's driver (580) exports mapped memory of the card, and finds all of it again, but
+            // offers that memory only to buffers that do not declare it (docs/performance.md, "Vulkan").
+            if needs.memory_type_bits & 1 << kind != 0 {
+                break;
+            }
         }
-        // SAFETY: the device is alive, and `create` with its chain outlives the call.
-        allocation.buffer = unsafe { device.api.create_buffer(&create, None) }
-            .map_err(|result| fail("makes no buffer for", result))?;
-        // SAFETY: the buffer was just made from this device.
-        let needs = unsafe { device.api.get_buffer_memory_requirements(allocation.buffer) };
         if needs.memory_type_bits & 1 << kind == 0
             || needs.size > size.next_multiple_of(needs.alignment)
         {

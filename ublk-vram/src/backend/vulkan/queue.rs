@@ -22,17 +22,24 @@ use super::host::HostSide;
 use super::memory::Allocation;
 use crate::backend::{BackendQueue, ChunkMemory, Completion, Copy, Direction};
 use crate::copy::CopyRoutines;
-use crate::copy::planner::{Group, Path, Paths, Planner, Seen};
+use crate::copy::planner::{Costs, Group, Path, Paths, Planner, Seen};
 
 /// Nanoseconds of copies by the CPU in one poll: what has ended meanwhile should not wait longer.
 const CPU_BUDGET: f64 = 30e3;
 /// Nanoseconds to look again and again for the end of an engine's work before sleeping. The end of
 /// a copy of a megabyte is inside; being woken costs as much again.
 const LOOK_NS: f64 = 60e3;
-/// A batch for a copy engine is closed at so many bytes: what is done should be known.
-const BATCH_BYTES: u64 = 1 << 20;
+/// A batch for a copy engine is closed at so many bytes: what is done should be known. Between two
+/// batches the engine pauses (8 us on an H200), so they should not be small either.
+const BATCH_BYTES: u64 = 4 << 20;
+/// Batches of one queue thread that an engine has at once. One runs and the next is there when it
+/// ends; what arrives meanwhile becomes one larger batch, which costs less than several.
+const COPY_FLYING: usize = 3;
+const GATHER_FLYING: usize = 2;
 /// Copies in a batch for a copy engine.
 pub(super) const BATCH_COPIES: usize = 32;
+/// What the planner believes is shown once in so many polls: that takes as long as a small write.
+const SHOW_EVERY: u32 = 256;
 /// Smaller copies than this, and larger ones, are planned apart.
 const SMALL: u32 = 16 << 10;
 
@@ -49,6 +56,52 @@ impl Pending {
     /// What copies of one group have in common.
     fn key(&self) -> (Direction, bool, Paths) {
         (self.copy.direction, self.copy.len <= SMALL, self.able)
+    }
+}
+
+/// The copies of a batch, by direction.
+#[derive(Default)]
+struct Sum {
+    reads: (u32, u64),
+    writes: (u32, u64),
+}
+
+impl Sum {
+    fn add(&mut self, copy: &Copy) {
+        let side = match copy.direction {
+            Direction::Read => &mut self.reads,
+            Direction::Write | Direction::Zero => &mut self.writes,
+        };
+        *side = (side.0 + 1, side.1 + u64::from(copy.len));
+    }
+
+    fn bytes(&self) -> u64 {
+        self.reads.1 + self.writes.1
+    }
+
+    /// That of most copies.
+    fn direction(&self) -> Direction {
+        if self.reads.0 >= self.writes.0 {
+            Direction::Read
+        } else {
+            Direction::Write
+        }
+    }
+
+    /// Nanoseconds that the costs say; the start is paid once.
+    fn cost(&self, costs: &Costs, path: Path) -> f64 {
+        let main = self.direction();
+        [
+            (Direction::Read, self.reads),
+            (Direction::Write, self.writes),
+        ]
+        .into_iter()
+        .filter_map(|(direction, (copies, bytes))| {
+            let cost = costs.of(path, direction)?;
+            let start = if direction == main { 0.0 } else { cost.start };
+            (copies > 0).then(|| cost.time(copies, bytes) - start)
+        })
+        .sum()
     }
 }
 
@@ -83,6 +136,7 @@ pub(super) struct VulkanQueue {
     /// Until when to look again, on the planner's clock; asleep after that.
     look_until: f64,
     asleep: bool,
+    polls: u32,
 }
 
 // SAFETY: the raw addresses in pending copies are valid on every thread (`BackendQueue::submit`), and
@@ -141,6 +195,7 @@ impl VulkanQueue {
             unfenced: false,
             look_until: 0.0,
             asleep: false,
+            polls: 0,
         }
     }
 
@@ -191,12 +246,7 @@ impl VulkanQueue {
     }
 
     /// Sorts what has arrived into the three ways.
-    fn plan(&mut self) {
-        let now = if self.arrived.is_empty() {
-            return;
-        } else {
-            self.now()
-        };
+    fn plan(&mut self, now: f64) {
         while let Some(first) = self.arrived.first() {
             let key = first.key();
             let mut group = Group {
@@ -235,8 +285,7 @@ impl VulkanQueue {
     }
 
     /// Starts what waits for an engine, as far as there are slots. True if something was started.
-    fn start_engines(&mut self) -> bool {
-        let now = self.now();
+    fn start_engines(&mut self, now: f64) -> bool {
         let wants_probe = self.planner.probe_due(now);
         let Some(engines) = &mut self.engines else {
             return false;
@@ -266,27 +315,37 @@ impl VulkanQueue {
                 Path::Gather => &mut self.by_gather,
                 _ => &mut self.by_copy,
             };
-            while let Some(first) = waiting.front() {
-                let direction = first.copy.direction;
+            let most_flying = match path {
+                Path::Gather => GATHER_FLYING,
+                _ => COPY_FLYING,
+            };
+            while !waiting.is_empty() {
+                let flying = match (path, &engines.gather) {
+                    (Path::Gather, Some(gather)) => gather.flying(),
+                    _ => engines.copy.flying(),
+                };
+                if flying >= most_flying {
+                    break;
+                }
                 self.parts.clear();
-                let (mut bytes, mut pieces) = (0u64, 0);
+                let mut pieces = 0;
+                let mut sum = Sum::default();
                 for pending in waiting.iter() {
                     let copy = &pending.copy;
                     let more = match path {
                         Path::Gather => GatherLane::pieces(copy.len, 0).unwrap_or(MOST_PIECES),
                         _ => MOST_PIECES / BATCH_COPIES,
                     };
-                    let is_full = match path {
-                        Path::Gather => pieces + more > MOST_PIECES,
-                        _ => pieces + more > MOST_PIECES || bytes >= BATCH_BYTES,
-                    };
-                    if copy.direction != direction || (is_full && !self.parts.is_empty()) {
+                    let is_full = pieces + more > MOST_PIECES
+                        || (path == Path::Dma && sum.bytes() >= BATCH_BYTES);
+                    if is_full && !self.parts.is_empty() {
                         break;
                     }
-                    (bytes, pieces) = (bytes + u64::from(copy.len), pieces + more);
+                    pieces += more;
+                    sum.add(copy);
                     let chunk = self.chunks.get(copy.chunk as usize);
                     let offset = engines.host.offset_of(copy.memory, copy.len as usize);
-                    if direction == Direction::Write
+                    if copy.direction == Direction::Write
                         && let Some(offset) = offset
                     {
                         // SAFETY: the copy's memory is its alone until it has ended.
@@ -294,6 +353,7 @@ impl VulkanQueue {
                     }
                     self.parts.push(Part {
                         id: copy.id,
+                        direction: copy.direction,
                         len: copy.len,
                         chunk: chunk.map_or_else(Default::default, |chunk| chunk.buffer),
                         chunk_address: chunk.map_or(0, |chunk| chunk.address),
@@ -301,12 +361,7 @@ impl VulkanQueue {
                         host_offset: offset.unwrap_or(0) as u64,
                     });
                 }
-                let copies = u32::try_from(self.parts.len()).unwrap_or(u32::MAX);
-                let own = self
-                    .planner
-                    .costs()
-                    .of(path, direction)
-                    .map_or(0.0, |cost| cost.time(copies, bytes));
+                let (direction, own) = (sum.direction(), sum.cost(self.planner.costs(), path));
                 let outcome = match (path, &mut engines.gather) {
                     (Path::Gather, Some(gather)) => {
                         let plain = gather.backlog() + own;
@@ -342,15 +397,16 @@ impl VulkanQueue {
 
     /// Copies by the CPU until its time is up. True if something was copied.
     fn copy_by_cpu(&mut self) -> bool {
-        let mut spent = 0.0;
-        let mut copied = false;
-        while spent < CPU_BUDGET
+        if self.by_cpu.is_empty() {
+            return false;
+        }
+        let begin = self.now();
+        let mut now = begin;
+        while now - begin < CPU_BUDGET
             && let Some(pending) = self.by_cpu.pop_front()
         {
-            copied = true;
             let Pending { copy, device, .. } = pending;
             let len = copy.len as usize;
-            let start = Instant::now();
             // SAFETY: `device` is the address of `len` mapped bytes of the chunk (`submit`), which stays
             // mapped until the copy's end; `memory` by the caller's promise.
             unsafe {
@@ -360,14 +416,13 @@ impl VulkanQueue {
                     Direction::Zero => self.routines.fill_zero(device, len),
                 }
             }
-            let time = start.elapsed().as_nanos() as f64;
-            spent += time;
+            let time = self.now() - now;
+            now += time;
             self.unfenced |= copy.direction != Direction::Read;
             if copy.direction != Direction::Zero
                 && let Some(cost) = self.planner.costs().of(Path::Bar, copy.direction)
             {
                 let plain = cost.time(1, u64::from(copy.len));
-                let now = start.duration_since(self.epoch).as_nanos() as f64 + time;
                 self.planner
                     .observe(Path::Bar, copy.direction, plain, Seen::exactly(time), now);
             }
@@ -379,11 +434,14 @@ impl VulkanQueue {
             };
             self.end(&copy, result);
         }
-        copied
+        true
     }
 
     /// Takes what the engines have ended. True if there was something.
     fn collect(&mut self) -> bool {
+        if self.flying() == 0 {
+            return false;
+        }
         let now = self.now();
         let Some(engines) = &mut self.engines else {
             return false;
@@ -401,7 +459,8 @@ impl VulkanQueue {
                 (Err(_), _) => {}
             }
             for part in parts {
-                if ended.result.is_ok() && direction == Direction::Read && host.is_staged() {
+                let is_read = part.direction == Direction::Read;
+                if ended.result.is_ok() && is_read && host.is_staged() {
                     // SAFETY: the engine's copy has ended, and its memory is its alone until the
                     // completion was polled.
                     unsafe { host.after_read(part.host_offset as usize, part.len as usize) };
@@ -454,13 +513,14 @@ impl BackendQueue for VulkanQueue {
     }
 
     fn poll(&mut self, done: &mut Vec<Completion>) {
-        self.plan();
-        let started = self.start_engines();
+        let now = self.now();
+        self.plan(now);
+        let started = self.start_engines(now);
         let copied = self.copy_by_cpu();
         let ended = self.collect();
         if ended {
-            // What waited for a slot can start now.
-            self.start_engines();
+            // What waited for its turn can start now.
+            self.start_engines(now);
         }
         if self.unfenced && !self.done.is_empty() {
             self.routines.store_fence();
@@ -475,14 +535,17 @@ impl BackendQueue for VulkanQueue {
                 None => break,
             }
         }
-        if started || copied || ended {
-            self.look_until = self.now() + LOOK_NS;
-            self.asleep = false;
+        self.polls = self.polls.wrapping_add(1);
+        if self.polls.is_multiple_of(SHOW_EVERY) {
+            self.row.update(&self.planner, now);
         }
-        self.row.update(&self.planner, self.epoch);
         if self.flying() == 0 {
             self.asleep = false;
             return;
+        }
+        if started || copied || ended {
+            self.look_until = self.now() + LOOK_NS;
+            self.asleep = false;
         }
         let Some(engines) = &self.engines else {
             return;
@@ -491,7 +554,7 @@ impl BackendQueue for VulkanQueue {
             // It has answered: look, and ask again if that was for something else.
             self.asleep = false;
         }
-        if !self.asleep && self.now() >= self.look_until {
+        if !self.asleep && now >= self.look_until {
             let gather = engines.gather.as_ref().and_then(GatherLane::next_end);
             engines.waker.arm([engines.copy.next_end(), gather]);
             self.asleep = true;

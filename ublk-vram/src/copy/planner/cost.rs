@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::Path;
+use super::trial::LATE;
 use crate::backend::Direction;
 
 /// One measurement: the median time of `copies` copies of `bytes` bytes in all, made together.
@@ -54,6 +55,9 @@ impl Cost {
 pub struct Costs {
     read: [Option<Cost>; 3],
     write: [Option<Cost>; 3],
+    /// Somebody else computed on the GPU when the shader was measured: its costs are a guess, and it has
+    /// to prove itself first.
+    pub gather_was_late: bool,
 }
 
 impl Costs {
@@ -64,6 +68,29 @@ impl Costs {
             Direction::Write | Direction::Zero => &self.write,
         };
         row.get(path.index()).copied().flatten()
+    }
+
+    /// Replaces the costs of a shader that was measured while somebody else computed by a guess: a little
+    /// more than the copy engine takes to start, next to nothing for a page, the same for a byte. What
+    /// was measured is the time slice of that somebody.
+    pub fn guess_late_gather(&mut self) {
+        for direction in [Direction::Read, Direction::Write] {
+            let (Some(gather), Some(dma)) = (
+                self.of(Path::Gather, direction),
+                self.of(Path::Dma, direction),
+            ) else {
+                continue;
+            };
+            if gather.time(1, 4096) > LATE {
+                self.gather_was_late = true;
+                let guess = Cost {
+                    start: dma.start * 1.25,
+                    copy: dma.copy * 0.05,
+                    byte: dma.byte,
+                };
+                self.set(Path::Gather, direction, Some(guess));
+            }
+        }
     }
 
     /// Sets the cost of a path.

@@ -140,7 +140,7 @@ const HALF_LIFE: f64 = 500e6;
 const GATHER_MARGIN: f64 = 1.25;
 /// A copy is never believed to be more than this many times slower or faster than at the start.
 const MOST_DRIFT: f64 = 64.0;
-const LEAST_DRIFT: f64 = 0.5;
+const LEAST_DRIFT: f64 = 0.2;
 
 /// How the times of a path of late compare with its [`Cost`].
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -166,8 +166,7 @@ pub struct Planner {
 }
 
 impl Planner {
-    /// A planner that starts from `costs`. The shader, if it has costs, was in time when they were
-    /// measured, at `now`.
+    /// A planner that starts from `costs`, which were measured at `now` or before.
     pub fn new(costs: Costs, now: f64) -> Planner {
         let fresh = Drift {
             factor: 1.0,
@@ -176,7 +175,7 @@ impl Planner {
         Planner {
             costs,
             drift: [[fresh; 3]; 2],
-            gather: Trial::new(now),
+            gather: Trial::new(costs.gather_was_late, now),
         }
     }
 

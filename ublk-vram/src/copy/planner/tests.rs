@@ -182,6 +182,28 @@ fn a_late_look_is_no_evidence() {
 }
 
 #[test]
+fn a_shader_that_was_late_when_measured_is_guessed_and_proves_itself() {
+    let mut costs = h200();
+    let dma = costs.of(Path::Dma, Read);
+    costs.set(Path::Gather, Read, cost(2.5 * MS, 1.0, 0.0));
+    costs.guess_late_gather();
+    assert!(costs.gather_was_late);
+    assert_eq!(costs.of(Path::Dma, Read), dma);
+    assert!(costs.of(Path::Gather, Read).unwrap().start < 20e3);
+    let mut planner = Planner::new(costs, 0.0);
+    assert_eq!(choose(&mut planner, Read, 64, 4 * KIB, 0.0), Path::Dma);
+    for _ in 0..3 {
+        assert!(planner.probe_due(1.0));
+        planner.probe_sent();
+        planner.probed(Seen::exactly(20e3), 1.0);
+    }
+    assert_eq!(choose(&mut planner, Read, 64, 4 * KIB, 2.0), Path::Gather);
+    let mut costs = h200();
+    costs.guess_late_gather();
+    assert_eq!(costs, h200());
+}
+
+#[test]
 fn costs_go_through_their_measurements() {
     let sample = |copies: u32, bytes: u64, time: f64| Sample {
         copies,

@@ -2,8 +2,8 @@
 
 use super::Seen;
 
-/// Later than this is late, whatever was expected: half of the shortest time slice that was seen.
-const LATE: f64 = 500e3;
+/// Nanoseconds above which a batch may be late: a quarter of the shortest time slice that was seen.
+pub(super) const LATE: f64 = 500e3;
 /// And so many times what was expected.
 const LATE_FACTOR: f64 = 8.0;
 /// A record older than this proves nothing.
@@ -30,13 +30,13 @@ pub struct Trial {
 }
 
 impl Trial {
-    /// A record that begins with being in time at `now`.
-    pub fn new(now: f64) -> Trial {
+    /// A record that begins with being in time at `now`, or with being late.
+    pub fn new(was_late: bool, now: f64) -> Trial {
         Trial {
             good_at: now,
             pause_until: 0.0,
             pause: FIRST_PAUSE,
-            missing: 0,
+            missing: if was_late { PROOFS } else { 0 },
             wanted: false,
             probing: false,
         }

@@ -221,7 +221,7 @@ impl GatherLane {
         let pieces = parts.iter().flat_map(|part| {
             let chunk = part.chunk_address + part.chunk_offset;
             let memory = host + part.host_offset;
-            let (from, to) = match batch.direction {
+            let (from, to) = match part.direction {
                 Direction::Read => (chunk, memory),
                 _ => (memory, chunk),
             };

@@ -23,6 +23,7 @@ const CLOSE_LIMIT: Duration = Duration::from_secs(5);
 pub(in crate::backend::vulkan) struct Part {
     /// [`crate::backend::Copy::id`].
     pub id: u32,
+    pub direction: Direction,
     pub len: u32,
     /// The chunk's buffer and address, and where in it.
     pub chunk: vk::Buffer,
@@ -35,6 +36,7 @@ pub(in crate::backend::vulkan) struct Part {
 /// Copies that run together.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::backend::vulkan) struct Batch {
+    /// Of most of them.
     pub direction: Direction,
     /// What the planner's costs say of it, together with what was in flight before it; nanoseconds.
     pub plain: f64,
@@ -286,7 +288,7 @@ impl CopyLane {
         let Some((index, command)) = self.slots.take() else {
             return Ok(false);
         };
-        if let Err(result) = self.record(command, parts, host, batch.direction) {
+        if let Err(result) = self.record(command, parts, host) {
             self.slots.device.note(result);
             self.slots.give_back(index);
             return Err(libc::EIO);
@@ -300,7 +302,6 @@ impl CopyLane {
         command: vk::CommandBuffer,
         parts: &[Part],
         host: vk::Buffer,
-        direction: Direction,
     ) -> std::result::Result<(), vk::Result> {
         let api = &self.slots.device.api;
         let begin = vk::CommandBufferBeginInfo::default()
@@ -320,7 +321,7 @@ impl CopyLane {
             // SAFETY: the ranges are inside their buffers, which live as long as the backend; the
             // command buffer is being recorded.
             unsafe {
-                match direction {
+                match part.direction {
                     Direction::Read => {
                         self.regions.extend(region(chunk, part.host_offset));
                         api.cmd_copy_buffer(command, part.chunk, host, &self.regions);
