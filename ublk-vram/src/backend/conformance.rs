@@ -12,6 +12,7 @@
 mod checks;
 mod data;
 mod harness;
+mod paths;
 mod queue;
 #[cfg(test)]
 mod tests;

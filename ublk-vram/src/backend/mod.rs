@@ -201,6 +201,9 @@ impl ChunkMemory {
     }
 }
 
+/// A queue that moves bytes one way only, and the way's name.
+pub type PathQueue = (&'static str, Box<dyn BackendQueue>);
+
 /// Asks for the state of the copy paths.
 pub type PathsWatch = Arc<dyn Fn() -> PathsInfo + Send + Sync>;
 
@@ -237,6 +240,15 @@ pub trait Backend: Send + Sync {
         copies: usize,
         memory: &Mapping,
     ) -> Result<Box<dyn BackendQueue>>;
+
+    /// One queue for each copy path that is there, with its name, for a check that the paths see each
+    /// other's writes; empty where there is one path only.
+    ///
+    /// # Errors
+    /// As [`Backend::open_queue`].
+    fn open_paths(&self, _copies: usize, _memory: &Mapping) -> Result<Vec<PathQueue>> {
+        Ok(Vec::new())
+    }
 
     /// Tells what was measured of the copy paths, and how often each was taken; `None` where there is
     /// one path only. It does not keep the backend alive.

@@ -1,14 +1,14 @@
 //! The list of checks, and what several of them need.
 
 use super::harness::{Verdict, skip};
-use super::{data, queue};
+use super::{data, paths, queue};
 use crate::backend::Backend;
 use crate::store::Layout;
 
 type CheckFn = fn(&dyn Backend, &Layout) -> Verdict;
 
 /// Every check; the cheap ones that explain the failures of others first.
-pub(super) const ALL: [(&str, CheckFn); 14] = [
+pub(super) const ALL: [(&str, CheckFn); 15] = [
     (
         "chunks are as many and as large as the layout says",
         data::chunks_match_the_layout,
@@ -44,6 +44,10 @@ pub(super) const ALL: [(&str, CheckFn); 14] = [
         data::mapping_and_copies_agree,
     ),
     ("two queues do not disturb each other", queue::two_queues),
+    (
+        "what one copy path wrote, every other one reads",
+        paths::paths_see_each_other,
+    ),
 ];
 
 /// The block device's block.

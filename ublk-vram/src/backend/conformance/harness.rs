@@ -150,17 +150,49 @@ impl<'a> Watched<'a> {
     ) -> Verdict<Watched<'a>> {
         let arena = Arena::new(bytes)?;
         match backend.open_queue(QueueId(number), copies, &arena.memory) {
-            Ok(queue) => Ok(Watched {
-                chunks: backend.chunks(),
-                queue,
-                arena: Some(arena),
-                copies,
-                next_id: 0,
-                open: HashMap::new(),
-            }),
+            Ok(queue) => Ok(Watched::new(backend, queue, arena, copies)),
             Err(error) => fail(format!(
                 "queue {number} for {copies} copies does not open: {error}"
             )),
+        }
+    }
+
+    /// One queue for each copy path, each with `bytes` of memory of its own.
+    pub(super) fn open_paths(
+        backend: &'a dyn Backend,
+        copies: usize,
+        bytes: usize,
+    ) -> Verdict<Vec<(&'static str, Watched<'a>)>> {
+        let open = |memory: &Mapping| {
+            backend
+                .open_paths(copies, memory)
+                .map_err(|error| Stop::Fail(format!("the paths do not open: {error}")))
+        };
+        let names = open(&Arena::new(bytes)?.memory)?;
+        let mut watched = Vec::new();
+        for (index, (name, _)) in names.iter().enumerate() {
+            let arena = Arena::new(bytes)?;
+            let Some((_, queue)) = open(&arena.memory)?.into_iter().nth(index) else {
+                return fail(format!("the path {name} opens once only"));
+            };
+            watched.push((*name, Watched::new(backend, queue, arena, copies)));
+        }
+        Ok(watched)
+    }
+
+    fn new(
+        backend: &'a dyn Backend,
+        queue: Box<dyn BackendQueue>,
+        arena: Arena,
+        copies: usize,
+    ) -> Watched<'a> {
+        Watched {
+            chunks: backend.chunks(),
+            queue,
+            arena: Some(arena),
+            copies,
+            next_id: 0,
+            open: HashMap::new(),
         }
     }
 

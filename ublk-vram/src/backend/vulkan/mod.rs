@@ -46,7 +46,9 @@ use self::engine::{CopyLane, GatherLane, Waker};
 use self::host::HostSide;
 use self::memory::{Allocation, Chunk};
 use self::queue::{BATCH_COPIES, Engines, Parts, VulkanQueue};
-use super::{Backend, BackendQueue, ChunkMemory, Mapping, PathsWatch, QueueId};
+use super::{
+    Backend, BackendQueue, ChunkMemory, Direction, Mapping, PathQueue, PathsWatch, QueueId,
+};
 use crate::copy::CopyRoutines;
 use crate::copy::planner::{Cost, Costs, Path, Paths, Planner};
 use crate::device::{CopyPath, VulkanSpec};
@@ -272,8 +274,8 @@ impl VulkanBackend {
             byte: 1.0,
         };
         for path in Path::ALL {
-            equal.set(path, super::Direction::Read, Some(cost));
-            equal.set(path, super::Direction::Write, Some(cost));
+            equal.set(path, Direction::Read, Some(cost));
+            equal.set(path, Direction::Write, Some(cost));
         }
         self.costs = calibrate::measure(0, chunk, &memory, |path| {
             let is_there = match path {
@@ -288,7 +290,7 @@ impl VulkanBackend {
             let only = Paths::only(path);
             self.queue(queue, copies, &memory, only, equal).map(Some)
         })?;
-        if self.costs.of(Path::Bar, super::Direction::Read).is_none()
+        if self.costs.of(Path::Bar, Direction::Read).is_none()
             && self.chunks.iter().any(|chunk| chunk.mapping.is_some())
         {
             return Err(Error::new(
@@ -438,6 +440,17 @@ impl Backend for VulkanBackend {
         memory: &Mapping,
     ) -> Result<Box<dyn BackendQueue>> {
         self.queue(queue, copies, memory, self.paths, self.costs)
+    }
+
+    fn open_paths(&self, copies: usize, memory: &Mapping) -> Result<Vec<PathQueue>> {
+        let all = Path::ALL.into_iter();
+        all.filter(|path| self.costs.of(*path, Direction::Read).is_some())
+            .map(|path| {
+                let (queue, only) = (QueueId::control(0), Paths::only(path));
+                let queue = self.queue(queue, copies, memory, only, self.costs)?;
+                Ok((path.name(Direction::Read), queue))
+            })
+            .collect()
     }
 
     fn paths(&self) -> Option<PathsWatch> {

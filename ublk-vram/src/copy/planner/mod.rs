@@ -132,10 +132,13 @@ impl Seen {
 }
 
 /// How fast what was measured wins over what was expected.
-const WEIGHT: f64 = 1.0 / 8.0;
+const WEIGHT: f64 = 1.0 / 16.0;
+/// One copy counts as at most so many times slower or faster than those before it: an interruption is
+/// no trend.
+const MOST_STEP: f64 = 2.0;
 /// A path that is not taken is not measured: after so many nanoseconds half of its bad record is
 /// forgotten, so that it is tried again.
-const HALF_LIFE: f64 = 500e6;
+const HALF_LIFE: f64 = 100e6;
 /// The shader takes compute units from others: it must be clearly better.
 const GATHER_MARGIN: f64 = 1.25;
 /// A copy is never believed to be more than this many times slower or faster than at the start.
@@ -252,8 +255,10 @@ impl Planner {
             return;
         }
         let expected = plain * self.drift(path, direction).now(now);
-        let factor = (seen.nearest(expected) / plain).clamp(LEAST_DRIFT, MOST_DRIFT);
         let before = self.drift(path, direction).now(now);
+        let factor = (seen.nearest(expected) / plain)
+            .clamp(before / MOST_STEP, before * MOST_STEP)
+            .clamp(LEAST_DRIFT, MOST_DRIFT);
         let [read, write] = &mut self.drift;
         let row = if direction == Direction::Read {
             read

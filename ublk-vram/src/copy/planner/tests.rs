@@ -149,18 +149,22 @@ fn a_busy_engine_is_left_for_a_while() {
     let mut planner = Planner::new(h200(), 0.0);
     let plain = h200().of(Path::Dma, Read).unwrap().time(1, 16 * KIB);
     assert_eq!(choose(&mut planner, Read, 1, 16 * KIB, 0.0), Path::Dma);
-    for n in 0..20 {
+    let seen = Seen::exactly(plain * 50.0);
+    planner.observe(Path::Dma, Read, plain, seen, 0.0);
+    // Once is no trend.
+    assert_eq!(choose(&mut planner, Read, 1, 16 * KIB, 0.0), Path::Dma);
+    for n in 0..40 {
         let seen = Seen::exactly(plain * 6.0);
         planner.observe(Path::Dma, Read, plain, seen, f64::from(n) * MS);
     }
     assert_eq!(
-        choose(&mut planner, Read, 1, 16 * KIB, 20.0 * MS),
+        choose(&mut planner, Read, 1, 16 * KIB, 40.0 * MS),
         Path::Bar
     );
     // A megabyte is still its own: the BAR is worse.
     let mut large = group(Read, 1, 1024 * KIB);
     large.able = Paths::ALL.without(Path::Gather);
-    let large = planner.choose(&large, 20.0 * MS).unwrap();
+    let large = planner.choose(&large, 40.0 * MS).unwrap();
     assert_eq!(large, Path::Dma);
     assert_eq!(
         choose(&mut planner, Read, 1, 16 * KIB, 4000.0 * MS),
