@@ -1,6 +1,7 @@
 //! Data through the disk: fio with verification, a filesystem, discards under load.
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
 use vmrig::{Device, Kernel};
 
 use crate::guest::Guest;
@@ -12,6 +13,7 @@ pub const CASES: &[Case] = &[
     ("io::discard_under_load", On::Every, discard_under_load),
     ("io::host_backend", On::Newest, host_backend),
     ("io::conformance", On::Newest, conformance),
+    ("io::vulkan", On::Newest, vulkan),
 ];
 
 /// fio with its data checked: what was written is read back, by offset and checksum.
@@ -46,6 +48,57 @@ fn fio_verify(kernel: &Kernel) -> Result<()> {
         guest.must_within(&fio(&path, name, options), 200)?;
     }
     guest.must("vramctl remove d")?;
+    guest.nothing_left()?;
+    guest.end()
+}
+
+/// A device on Vulkan in software: mapped chunks, chunks that only the engines reach, and a planner.
+fn vulkan(kernel: &Kernel) -> Result<()> {
+    const LIBRARIES: &str = "/usr/lib/x86_64-linux-gnu";
+    let icd = "/usr/share/vulkan/icd.d/lvp_icd.x86_64.json";
+    let manifest = std::fs::read(icd).with_context(|| format!("{icd}: mesa-vulkan-drivers"))?;
+    let guest = Guest::boot(kernel, "vulkan", 64, |vm| {
+        vm.memory(2048)
+            .tools(&["fio"])
+            .library(format!("{LIBRARIES}/libvulkan.so.1"))
+            .library(format!("{LIBRARIES}/libvulkan_lvp.so"))
+            .file(icd, 0o644, manifest)
+    })?;
+    let gpus: Value = serde_json::from_str(&guest.must_within("vramctl gpus --json", 60)?)?;
+    ensure!(gpus["vulkan"][0]["kind"] == "cpu", "{gpus}");
+    let options = "--backend vulkan --gpu 0 --size 96M --chunk 16M --gpu-mapped 48M --io-memory 4M \
+                   --queues 2 --depth 16 --allow-unsafe";
+    guest.refused(
+        &format!("vramctl add v {options}"),
+        1,
+        &["--allow-cpu-device"],
+    )?;
+    let path = guest.add("v", &format!("{options} --allow-cpu-device"))?;
+    for (name, options) in [
+        ("random-4k", "--rw=randwrite --bs=4k --iodepth=16 --size=8M"),
+        (
+            "everywhere",
+            "--rw=randrw --bsrange=4k-128k --bs_unaligned=0 --blockalign=4k --iodepth=16 --size=90M \
+             --io_size=24M",
+        ),
+    ] {
+        guest.must_within(&fio(&path, name, options), 200)?;
+    }
+    let shown = guest.show("v")?;
+    let costs = shown["paths"]["costs"].as_array();
+    let carried = |path: &str| -> u64 {
+        let costs = costs.into_iter().flatten();
+        let of_path = costs.filter(|cost| cost["path"] == path);
+        of_path.filter_map(|cost| cost["copies"].as_u64()).sum()
+    };
+    ensure!(carried("bar-store") > 0, "{shown}");
+    ensure!(carried("dma") + carried("gather") > 0, "{shown}");
+    let text = guest.must("vramctl show v")?;
+    ensure!(
+        text.contains("bar-store") && text.contains("EXPECTED-US"),
+        "{text}"
+    );
+    guest.must("vramctl remove v")?;
     guest.nothing_left()?;
     guest.end()
 }

@@ -50,6 +50,8 @@ enum Command {
 }
 
 fn main() -> ExitCode {
+    // SAFETY: no thread has been started yet.
+    unsafe { ublk_vram::backend::vulkan::keep_layers_out() };
     let outcome = match Args::parse().command {
         // SAFETY: the descriptor was inherited for this purpose; no code before this line opened one
         // that could have the same number and be owned by somebody.

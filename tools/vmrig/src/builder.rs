@@ -158,6 +158,14 @@ impl VmBuilder {
         self
     }
 
+    /// Puts a shared library of the host, with those it needs, into the guest at its host path: one that
+    /// is opened by name at run time, which no program tells of.
+    #[must_use]
+    pub fn library(mut self, path: impl AsRef<Path>) -> Self {
+        self.contents.libraries.push(path.as_ref().to_owned());
+        self
+    }
+
     /// Puts a file into the guest.
     #[must_use]
     pub fn file(mut self, path: &str, mode: u32, content: impl Into<Vec<u8>>) -> Self {

@@ -71,6 +71,8 @@ pub(crate) struct Contents {
     pub(crate) modules: Vec<(String, String)>,
     pub(crate) tools: BTreeSet<String>,
     pub(crate) programs: Vec<PathBuf>,
+    /// Host paths of libraries that are opened at run time.
+    pub(crate) libraries: Vec<PathBuf>,
     pub(crate) files: BTreeMap<String, (u32, Vec<u8>)>,
     pub(crate) environment: Vec<(String, String)>,
 }
@@ -150,6 +152,9 @@ fn programs(out: &mut impl Write, contents: &Contents) -> Result<u64> {
             program,
             &format!("usr/bin/{}", name.to_string_lossy()),
         )?;
+    }
+    for library in &contents.libraries {
+        add_program(&mut cpio, library, &guest_path(library)?)?;
     }
     for applet in applets(&busybox)?.lines() {
         let taken = ["usr/bin", "usr/sbin"]

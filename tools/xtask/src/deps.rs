@@ -60,10 +60,12 @@ pub const GUEST: [Program; 18] = [
     ("umount", "mount"),
     ("unshare", "util-linux"),
 ];
-/// Vulkan in software, which the tests of the Vulkan backend run on: files and their packages.
-const VULKAN: [(&str, &str); 2] = [
+/// Vulkan in software, which the tests of the Vulkan backend run on, and the compiler of its shader:
+/// files and their packages.
+const VULKAN: [(&str, &str); 3] = [
     ("libvulkan.so.1", "libvulkan1"),
     ("libvulkan_lvp.so", "mesa-vulkan-drivers"),
+    ("glslangValidator", "glslang-tools"),
 ];
 /// Verifies what Debian kernels are fetched with.
 const KEYRING: (&str, &str) = (
@@ -141,7 +143,13 @@ pub fn ensure_component(component: &str, subcommand: &str) -> Result<()> {
 /// # Errors
 /// When it is missing and cannot be installed.
 pub fn ensure_vulkan() -> Result<()> {
-    let folders = ["/usr/lib", "/usr/lib64", "/usr/lib/x86_64-linux-gnu"].map(Path::new);
+    let folders = [
+        "/usr/lib",
+        "/usr/lib64",
+        "/usr/lib/x86_64-linux-gnu",
+        "/usr/bin",
+    ]
+    .map(Path::new);
     let is_there = |file: &str| folders.iter().any(|folder| folder.join(file).exists());
     let missing = VULKAN.iter().filter(|(file, _)| !is_there(file));
     let packages: Vec<&str> = missing.map(|(_, package)| *package).collect();

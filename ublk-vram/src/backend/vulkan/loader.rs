@@ -62,6 +62,20 @@ impl Instance {
     }
 }
 
+/// Keeps overlays, recorders and the like, which a desktop installs as implicit layers, out of a process
+/// that serves swap as root. The loader looks at this variable (since 1.3.234; older ones load them) when
+/// an instance is made. What the user has set stays.
+///
+/// # Safety
+/// The process has one thread, as at the start of `main`: another one might read the environment.
+pub unsafe fn keep_layers_out() {
+    const VARIABLE: &str = "VK_LOADER_LAYERS_DISABLE";
+    if std::env::var_os(VARIABLE).is_none() {
+        // SAFETY: by the caller's promise nobody reads the environment now.
+        unsafe { std::env::set_var(VARIABLE, "~implicit~") };
+    }
+}
+
 /// Turns what loading the library gave into one sentence.
 pub(super) fn loaded(outcome: Result<Entry, LoadingError>) -> Result<Entry> {
     outcome.map_err(|error| {

@@ -38,11 +38,12 @@ use std::sync::Arc;
 use std::time::Instant;
 
 pub use inventory::{Gpu, GpuKind, Residency, list};
+pub use loader::keep_layers_out;
 pub use select::{AUTO, is_uuid};
 
 use self::board::Board;
 use self::device::Device;
-use self::engine::{CopyLane, GatherLane, Waker};
+use self::engine::{CopyLane, GatherLane, Pipeline, Waker};
 use self::host::HostSide;
 use self::memory::{Allocation, Chunk};
 use self::queue::{BATCH_COPIES, Engines, Parts, VulkanQueue};
@@ -56,10 +57,11 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::size::human;
 use crate::store::Layout;
 
-/// Batches that one queue thread has with the copy engine at once.
-const COPY_SLOTS: usize = 32;
-/// And with the shader.
-const GATHER_SLOTS: usize = 8;
+/// Command buffers of one queue thread for the copy engine: those in flight, one that waits for its
+/// turn in the ring, and one that is recorded.
+const COPY_SLOTS: usize = 5;
+/// And for the shader, with one for a probe.
+const GATHER_SLOTS: usize = 5;
 /// What is left to others on a GPU, at least.
 const LEAST_RESERVE: u64 = 1 << 30;
 /// The same where a display is on it.
@@ -149,7 +151,7 @@ impl VulkanMemory {
     pub fn open(&self, layout: &Layout) -> Result<VulkanBackend> {
         let most_mapped = self.spec.mapped.unwrap_or(u64::MAX);
         let chunks = memory::allocate(&self.device, layout, most_mapped)?;
-        let mut backend = self.with_chunks(chunks);
+        let mut backend = self.with_chunks(chunks)?;
         if self.device.gpu.kind == GpuKind::Discrete {
             let label = self.device.gpu.label();
             speed::check(&backend.chunks, &backend.routines, &label)?;
@@ -177,17 +179,24 @@ impl VulkanMemory {
                 Chunk::import(&self.device, layout.chunk_bytes(index), is_mapped, fd)
             })
             .collect::<Result<_>>()?;
-        let mut backend = self.with_chunks(chunks);
+        let mut backend = self.with_chunks(chunks)?;
         backend.costs = exported.costs;
         Ok(backend)
     }
 
-    fn with_chunks(&self, chunks: Vec<Chunk>) -> VulkanBackend {
+    fn with_chunks(&self, chunks: Vec<Chunk>) -> Result<VulkanBackend> {
+        let has_shader = self.device.can.address && !self.device.compute_queues.is_empty();
+        let shader = if has_shader {
+            Some(Arc::new(Pipeline::new(&self.device)?))
+        } else {
+            None
+        };
         let (memory, allocations): (Vec<_>, Vec<_>) = chunks
             .into_iter()
             .map(|chunk| (chunk.memory, chunk.allocation))
             .unzip();
-        VulkanBackend {
+        Ok(VulkanBackend {
+            shader,
             chunks: memory,
             allocations: allocations.into(),
             routines: CopyRoutines::best(),
@@ -202,7 +211,7 @@ impl VulkanMemory {
             board: Arc::default(),
             epoch: Instant::now(),
             device: Arc::clone(&self.device),
-        }
+        })
     }
 
     /// The GPU.
@@ -255,6 +264,8 @@ pub struct VulkanBackend {
     is_imported: bool,
     costs: Costs,
     board: Arc<Board>,
+    /// `None` without a compute queue or device addresses.
+    shader: Option<Arc<Pipeline>>,
     epoch: Instant,
     device: Arc<Device>,
 }
@@ -281,7 +292,7 @@ impl VulkanBackend {
             let is_there = match path {
                 Path::Bar => chunk.mapping.is_some(),
                 Path::Dma => self.has_engines(),
-                Path::Gather => self.has_engines() && self.has_shader(),
+                Path::Gather => self.has_engines() && self.shader.is_some(),
             };
             if !is_there {
                 return Ok(None);
@@ -303,10 +314,6 @@ impl VulkanBackend {
 
     fn has_engines(&self) -> bool {
         self.device.can.timeline && !self.device.copy_queues.is_empty()
-    }
-
-    fn has_shader(&self) -> bool {
-        self.device.can.address && !self.device.compute_queues.is_empty()
     }
 
     fn queue(
@@ -352,13 +359,12 @@ impl VulkanBackend {
         };
         let copy_queue = nth(&device.copy_queues).ok_or_else(missing)?;
         let host = HostSide::new(device, memory, self.is_imported)?;
-        let gather = match nth(&device.compute_queues).filter(|_| self.has_shader()) {
-            Some(queue) => Some(GatherLane::new(
-                device,
-                &queue,
-                copies.clamp(1, GATHER_SLOTS),
-            )?),
-            None => None,
+        let gather = match (nth(&device.compute_queues), &self.shader) {
+            (Some(queue), Some(shader)) => {
+                let slots = copies.clamp(1, GATHER_SLOTS);
+                Some(GatherLane::new(device, &queue, shader, slots)?)
+            }
+            _ => None,
         };
         Ok(Engines {
             copy: CopyLane::new(

@@ -4,7 +4,9 @@
 // memory (an indirect dispatch), so that a command buffer is recorded once and only submitted again.
 // Addresses are device addresses (VK_KHR_buffer_device_address): a piece may lie in any chunk.
 //
-// gather.spv is this file compiled by `cargo xtask shaders`; a test compiles it again and compares.
+// gather.spv is made of this file by
+//     glslangValidator -V --target-env vulkan1.2 -o gather.spv gather.comp
+// and a test makes it again and compares.
 #version 460
 #extension GL_EXT_buffer_reference : require
 #extension GL_EXT_buffer_reference_uvec2 : require

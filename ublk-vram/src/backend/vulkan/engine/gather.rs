@@ -45,13 +45,14 @@ static SHADER: &[u8] = include_bytes!("gather.spv");
 pub(in crate::backend::vulkan) struct GatherLane {
     slots: Slots,
     /// Dropped before the tables that its commands read.
-    pipeline: Pipeline,
+    pipeline: Arc<Pipeline>,
     tables: Arc<Allocation>,
     mapping: Mapping,
     count: usize,
 }
 
-struct Pipeline {
+/// The shader, compiled for the GPU; all lanes share it.
+pub(in crate::backend::vulkan) struct Pipeline {
     device: Arc<Device>,
     layout: vk::PipelineLayout,
     pipeline: vk::Pipeline,
@@ -72,7 +73,7 @@ impl Drop for Pipeline {
 }
 
 impl Pipeline {
-    fn new(device: &Arc<Device>) -> Result<Pipeline> {
+    pub(in crate::backend::vulkan) fn new(device: &Arc<Device>) -> Result<Pipeline> {
         let api = &device.api;
         let fail = |result| {
             device.note(result);
@@ -120,6 +121,7 @@ impl GatherLane {
     pub(in crate::backend::vulkan) fn new(
         device: &Arc<Device>,
         queue: &Arc<EngineQueue>,
+        pipeline: &Arc<Pipeline>,
         count: usize,
     ) -> Result<GatherLane> {
         let size = TABLE_BYTES * count as u64 + SCRATCH_BYTES;
@@ -142,7 +144,7 @@ impl GatherLane {
         };
         let lane = GatherLane {
             slots: Slots::new(device, queue, count, MOST_PIECES)?,
-            pipeline: Pipeline::new(device)?,
+            pipeline: Arc::clone(pipeline),
             tables,
             mapping,
             count,

@@ -22,7 +22,7 @@ use std::sync::atomic::{AtomicBool, AtomicU8, Ordering, fence};
 use ash::vk;
 use crossbeam_queue::ArrayQueue;
 
-pub(super) use gather::{GatherLane, MOST_PIECES};
+pub(super) use gather::{GatherLane, MOST_PIECES, Pipeline};
 pub(super) use lane::{Batch, CopyLane, Ended, Part};
 pub(super) use waker::Waker;
 
