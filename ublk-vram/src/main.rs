@@ -12,7 +12,7 @@ use tracing_subscriber::filter::{EnvFilter, LevelFilter};
 use tracing_subscriber::fmt;
 use tracing_subscriber::prelude::*;
 use ublk_vram::backend::conformance::check_backend;
-use ublk_vram::backend::{MemoryHandles, bench};
+use ublk_vram::backend::{MemoryHandles, bench, footprint};
 use ublk_vram::control::RunDir;
 use ublk_vram::device::DeviceSpec;
 use ublk_vram::safety::CgroupOutcome;
@@ -44,6 +44,10 @@ enum Command {
     /// standard input) names. What the memory held is destroyed.
     #[command(hide = true)]
     BenchCopy,
+    /// Tell what a server with the memory that a specification (JSON, on standard input) names costs the
+    /// host. What the memory held is destroyed.
+    #[command(hide = true)]
+    Footprint,
     /// Carry out swapoff for a server (started by it).
     #[command(name = worker::swapoff::SUBCOMMAND, hide = true)]
     SwapoffHelper,
@@ -58,6 +62,7 @@ fn main() -> ExitCode {
         Command::Serve { start_pipe } => serve(unsafe { StartPipe::inherited(start_pipe) }),
         Command::Conformance => conformance(),
         Command::BenchCopy => bench_copy(),
+        Command::Footprint => footprint(),
         Command::SwapoffHelper => worker::swapoff::helper_main(),
     };
     match outcome {
@@ -107,13 +112,24 @@ fn bench_copy() -> Result<()> {
     Ok(())
 }
 
+fn footprint() -> Result<()> {
+    let (spec, layout) = read_layout()?;
+    print!("{}", footprint::table(&spec.backend, &layout)?);
+    Ok(())
+}
+
 /// Takes the memory that the specification on standard input names, without a device.
 fn take_memory() -> Result<(MemoryHandles, Layout)> {
+    let (spec, layout) = read_layout()?;
+    Ok((MemoryHandles::create(&spec.backend, &layout)?, layout))
+}
+
+fn read_layout() -> Result<(DeviceSpec, Layout)> {
     let spec = read_spec()?;
     let available = MemoryHandles::available(&spec.backend)?;
     let largest = Layout::largest_device(available, spec.chunk);
     let layout = Layout::new(spec.size.resolve(largest)?, spec.chunk)?;
-    Ok((MemoryHandles::create(&spec.backend, &layout)?, layout))
+    Ok((spec, layout))
 }
 
 fn read_spec() -> Result<DeviceSpec> {

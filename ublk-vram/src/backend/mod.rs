@@ -28,6 +28,7 @@ pub mod access;
 pub mod bench;
 pub mod conformance;
 pub mod fault;
+pub mod footprint;
 pub mod host;
 pub mod mapped;
 pub mod pci;

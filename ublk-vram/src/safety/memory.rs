@@ -174,7 +174,7 @@ pub fn parse_status(text: &str) -> Result<ProcessStatus> {
     })
 }
 
-pub(super) fn read_status(root: &Root) -> Result<ProcessStatus> {
+pub fn read_status(root: &Root) -> Result<ProcessStatus> {
     parse_status(&root.read_text("/proc/self/status")?)
 }
 

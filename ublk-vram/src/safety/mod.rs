@@ -53,7 +53,7 @@ pub use io_flusher::{clear_io_flusher, is_io_flusher, set_io_flusher, tasks_with
 pub use kernels::kernel_warning;
 pub use memory::{
     ProcessStatus, can_lock_memory, lock_memory, memory_info, parse_status, prefault_stack,
-    settle_allocator, thread_faults,
+    read_status, settle_allocator, thread_faults,
 };
 pub use mounts::{Mount, parse_mountinfo, read_mounts};
 pub use namespace::{PROGRAM_DIRECTORIES, enter_private_mount_namespace, mounts_to_detach};

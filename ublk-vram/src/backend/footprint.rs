@@ -1,0 +1,90 @@
+//! What a server with this backend costs the host in system memory: a table for people.
+//!
+//! Each step is what a server does on its way to a disk. The process's own figures are those of
+//! /proc/self/status; what the driver takes outside of the process shows as memory that is no longer
+//! available and is not resident here.
+
+use std::fmt::Write;
+use std::fs;
+
+use nix::sys::mman::{MlockAllFlags, mlockall};
+
+use super::{Mapping, MemoryHandles, QueueId};
+use crate::device::BackendSpec;
+use crate::engine::Engine;
+use crate::error::{Error, Result};
+use crate::safety::{self, ProcessStatus, Root};
+use crate::store::Layout;
+
+/// Queues of a server by default.
+const QUEUES: u16 = 4;
+/// Requests of each.
+const DEPTH: u16 = 64;
+/// I/O memory of a server by default.
+const IO_BYTES: usize = 32 << 20;
+
+/// Takes the memory that `spec` names, opens queues, locks, and writes a line for each step.
+///
+/// # Errors
+/// As [`MemoryHandles::create`] and [`MemoryHandles::open`]; or that memory cannot be locked.
+pub fn table(spec: &BackendSpec, layout: &Layout) -> Result<String> {
+    let mut table = format!(
+        "{:<34} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9}   (MiB)\n",
+        "STEP", "RESIDENT", "ANON", "FILE", "LOCKED", "PTE", "OUTSIDE"
+    );
+    let begin = available()?;
+    let mut step = |name: &str| -> Result<()> {
+        let status = safety::read_status(&Root::default())?;
+        row(&mut table, name, &status, begin, available()?);
+        Ok(())
+    };
+    step("start")?;
+    let memory = MemoryHandles::create(spec, layout)?;
+    step("GPU opened")?;
+    let backend = memory.open(layout)?;
+    step("chunks made, paths measured")?;
+    let arena = Mapping::anonymous(IO_BYTES)?;
+    step("I/O memory")?;
+    let queues = (0..QUEUES)
+        .map(|queue| backend.open_queue(QueueId(queue), Engine::copies(DEPTH), &arena))
+        .collect::<Result<Vec<_>>>()?;
+    step("queues opened")?;
+    let lock = |flags| {
+        mlockall(flags).map_err(|errno| Error::os("this process's memory cannot be locked", errno))
+    };
+    let future = MlockAllFlags::MCL_CURRENT | MlockAllFlags::MCL_FUTURE;
+    lock(future | MlockAllFlags::from_bits_retain(libc::MCL_ONFAULT))?;
+    step("locked what is resident")?;
+    lock(future)?;
+    step("locked everything")?;
+    drop((queues, backend, memory));
+    Ok(table)
+}
+
+fn row(table: &mut String, name: &str, status: &ProcessStatus, begin: u64, now: u64) {
+    let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
+    let outside = begin as f64 - now as f64 - (status.anonymous + status.shared) as f64;
+    // Writing to a string does not fail.
+    let _ = writeln!(
+        table,
+        "{name:<34} {:>9.1} {:>9.1} {:>9.1} {:>9.1} {:>9.1} {:>9.1}",
+        mib(status.resident),
+        mib(status.anonymous),
+        mib(status.file),
+        mib(status.locked),
+        mib(status.page_tables),
+        outside / f64::from(1 << 20)
+    );
+}
+
+/// MemAvailable in bytes.
+fn available() -> Result<u64> {
+    let text = fs::read_to_string("/proc/meminfo")
+        .map_err(|error| Error::os("cannot read /proc/meminfo", error))?;
+    let kib = text.lines().find_map(|line| {
+        line.strip_prefix("MemAvailable:")?
+            .split_whitespace()
+            .next()
+    });
+    Ok(kib.and_then(|kib| kib.parse::<u64>().ok()).unwrap_or(0) << 10)
+}
