@@ -174,6 +174,10 @@ pub fn parse_status(text: &str) -> Result<ProcessStatus> {
     })
 }
 
+/// The memory lines of this process.
+///
+/// # Errors
+/// If /proc does not have them.
 pub fn read_status(root: &Root) -> Result<ProcessStatus> {
     parse_status(&root.read_text("/proc/self/status")?)
 }
