@@ -103,31 +103,46 @@ unsafe fn attachment<'a>(vma: *mut bindings::vm_area_struct) -> ArcBorrow<'a, At
 }
 
 /// A mapping was split or moved: both halves have a reference.
+///
+/// # Safety
+///
+/// Called by the kernel with a valid copy of a mapping of ours.
 unsafe extern "C" fn open(vma: *mut bindings::vm_area_struct) {
-    // SAFETY: The kernel calls this with a valid copy of a mapping of ours.
+    // SAFETY: By the caller's promise.
     let attachment: Arc<Attachment> = unsafe { attachment(vma) }.into();
     attachment.mappings.fetch_add(1, Relaxed);
     // The same pointer again: the copy's own reference.
     let _ = attachment.into_foreign();
 }
 
+/// A mapping is gone.
+///
+/// # Safety
+///
+/// Called by the kernel once for every mapping that [`mmap`] or [`open`] saw, last of all.
 unsafe extern "C" fn close(vma: *mut bindings::vm_area_struct) {
-    // SAFETY: The kernel calls this once for every mapping that `mmap` or `open` saw, last of all.
+    // SAFETY: By the caller's promise the reference is there and not used again.
     let attachment =
         unsafe { <Arc<Attachment> as ForeignOwnable>::from_foreign((*vma).vm_private_data) };
     attachment.mappings.fetch_sub(1, Relaxed);
 }
 
+/// # Safety
+///
+/// As [`handle`].
 unsafe extern "C" fn fault(vmf: *mut bindings::vm_fault) -> bindings::vm_fault_t {
-    // SAFETY: The kernel calls this with a valid fault of a mapping of ours.
+    // SAFETY: By the caller's promise.
     unsafe { handle(vmf, 0) }
 }
 
+/// # Safety
+///
+/// As [`handle`].
 unsafe extern "C" fn huge_fault(
     vmf: *mut bindings::vm_fault,
     order: c_uint,
 ) -> bindings::vm_fault_t {
-    // SAFETY: As above.
+    // SAFETY: By the caller's promise.
     unsafe { handle(vmf, order) }
 }
 

@@ -278,8 +278,12 @@ impl Pin {
 }
 
 /// The driver takes the memory back: nobody may use it when this returns.
+///
+/// # Safety
+///
+/// Called by the driver at most once, with the reference that it was given.
 unsafe extern "C" fn freed(data: *mut c_void) {
-    // SAFETY: The driver calls this at most once, with the reference that it was given.
+    // SAFETY: By the caller's promise.
     let pin = unsafe { <Arc<Pin> as ForeignOwnable>::from_foreign(data) };
     let state = core::mem::replace(&mut *pin.state.lock(), State::Gone);
     if let State::Pinned {

@@ -114,12 +114,13 @@ pub(crate) fn write(mut kiocb: Kiocb<'_, File>, iov: &mut IovIterSource<'_>) -> 
         drop(window);
         done += copied;
         let missing = bytes - copied;
-        // SAFETY: The iterator is valid; the call touches the caller's pages, and may sleep.
-        if missing > 0
-            && unsafe { bindings::fault_in_iov_iter_readable(iov.as_raw(), missing) } == missing
-        {
-            result = Err(EFAULT);
-            break;
+        if missing > 0 {
+            // SAFETY: The iterator is valid; the call touches the caller's pages, and may sleep.
+            let absent = unsafe { bindings::fault_in_iov_iter_readable(iov.as_raw(), missing) };
+            if absent == missing {
+                result = Err(EFAULT);
+                break;
+            }
         }
     }
     copy::store_fence();
