@@ -99,8 +99,9 @@ impl Symbol {
     fn find(name: &'static CStr) -> Option<Self> {
         // SAFETY: The name ends with NUL.
         let address = unsafe { bindings::__symbol_get(name.as_char_ptr()) };
+        // A `Symbol` that is made is dropped, and puts what was not got: none is made of null.
         // INVARIANT: It was returned just now and is not null.
-        (!address.is_null()).then_some(Symbol { name, address })
+        (!address.is_null()).then(|| Symbol { name, address })
     }
 }
 
