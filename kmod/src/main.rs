@@ -24,9 +24,12 @@
 //! `Region::teardown` while another driver is called):
 //!
 //! mmap lock -> `file::State` -> `registry::REGISTRY`
-//! `pci::Function::state` -> `Region::teardown` -> `Region::alive`
-//! mmap lock -> `Region::alive`
-//! NVIDIA driver's own -> `nvidia::Pin::state` -> `Region::teardown`
+//! mmap lock -> `Region::inserting`
+//! `Region::teardown` -> `Region::inserting`
+//! NVIDIA driver's own -> `nvidia::Pin::state`, and then, alone, `Region::teardown`
+//!
+//! `REGISTRY` is never held across an allocation: whoever brings a dead server's device back needs it,
+//! and reclaim may be waiting for that device. `Region::inserting` is: a page table may be needed.
 
 mod copy;
 mod file;
@@ -64,6 +67,8 @@ struct UblkVram {
     #[pin]
     _driver: driver::Registration<kernel::pci::Adapter<pci::UvramDriver>>,
     _space: region::SpaceOwner,
+    _regions: registry::Owner,
+    _functions: pci::Owner,
 }
 
 impl kernel::InPlaceModule for UblkVram {
@@ -74,6 +79,8 @@ impl kernel::InPlaceModule for UblkVram {
             pci::FUNCTIONS.init();
         }
         try_pin_init!(Self {
+            _functions: pci::Owner,
+            _regions: registry::Owner::new()?,
             _space: region::SpaceOwner::open()?,
             _driver <- driver::Registration::new(c"ublk-vram", module),
             _node <- MiscDeviceRegistration::register(MiscDeviceOptions { name: c"ublk-vram" }),

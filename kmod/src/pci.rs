@@ -30,6 +30,17 @@ kernel::sync::global_lock! {
     pub(crate) unsafe(uninit) static FUNCTIONS: Mutex<KVec<Arc<Function>>> = KVec::new();
 }
 
+/// Owns the list's memory: a static is never dropped.
+pub(crate) struct Owner;
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        // Empty: the driver is unregistered, and all functions were unbound.
+        let list = core::mem::take(&mut *FUNCTIONS.lock());
+        drop(list);
+    }
+}
+
 /// A function that is bound to the driver, or was.
 #[pin_data]
 pub(crate) struct Function {

@@ -6,7 +6,8 @@
 //! unplugged, the NVIDIA driver calls back, the region is destroyed. When it returns, no CPU has the
 //! memory mapped, none will insert a page of it, and no read or write is under way in it:
 //!
-//! 1. `alive` becomes false. Page faults insert pages only while they hold that lock and it is true.
+//! 1. `dead` becomes true. Page faults insert pages only while they hold a lock under which it was
+//!    false.
 //! 2. All user mappings are zapped; what a fault inserted before step 1 is among them.
 //! 3. The window is revoked: an RCU grace period waits for copies, which never sleep inside.
 //! 4. The claim on the range goes back.
@@ -23,7 +24,7 @@ use kernel::{
     prelude::*,
     revocable::{Revocable, RevocableGuard},
     sync::{
-        atomic::{Atomic, Relaxed},
+        atomic::{Atomic, AtomicFlag, Relaxed},
         Arc, Mutex,
     },
 };
@@ -116,9 +117,12 @@ pub(crate) struct Region {
     speed: Speed,
     #[pin]
     window: Revocable<Window>,
-    /// Whether page faults may insert pages.
+    /// Whether the memory is gone, or going. Set under `inserting`, read without it too: whoever asks
+    /// must not wait for a page fault, which may wait for a disk that this very region serves.
+    dead: AtomicFlag,
+    /// Held while a page fault inserts pages.
     #[pin]
-    alive: Mutex<bool>,
+    inserting: Mutex<()>,
     /// Held while the memory is taken away, so that whoever wants the same waits for it.
     #[pin]
     teardown: Mutex<Option<Claim>>,
@@ -168,7 +172,8 @@ impl Region {
                 mode,
                 speed,
                 window <- Revocable::new(window),
-                alive <- new_mutex!(true, "Region::alive"),
+                dead: AtomicFlag::new(false),
+                inserting <- new_mutex!((), "Region::inserting"),
                 teardown <- new_mutex!(claim, "Region::teardown"),
             }),
             GFP_KERNEL,
@@ -188,20 +193,23 @@ impl Region {
     /// Runs `insert`, which inserts pages of the region into a page table, unless the memory is gone.
     /// The memory is not taken away meanwhile.
     pub(crate) fn while_alive<T>(&self, insert: impl FnOnce(&Self) -> T) -> Option<T> {
-        let alive = self.alive.lock();
-        alive.then(|| insert(self))
+        let _inserting = self.inserting.lock();
+        (!self.is_dead()).then(|| insert(self))
     }
 
     /// Whether the memory is gone.
     pub(crate) fn is_dead(&self) -> bool {
-        !*self.alive.lock()
+        self.dead.load(Relaxed)
     }
 
     /// Takes the memory away from everybody. Returns when that is done, whoever does it.
     pub(crate) fn revoke(&self) {
         let mut claim = self.teardown.lock();
-        if !core::mem::replace(&mut *self.alive.lock(), false) {
-            return;
+        {
+            let _inserting = self.inserting.lock();
+            if self.dead.xchg(true, Relaxed) {
+                return;
+            }
         }
         // SAFETY: The inode and its address space live until the module's last file is closed and
         // longer; the range is this region's alone.

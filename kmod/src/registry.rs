@@ -11,8 +11,9 @@ use kernel::{bindings, module::this_module, prelude::*, sync::Arc};
 
 /// Ids are below: they stand in the upper bits of a file offset, which is a signed number.
 const MAX_ID: u32 = 1 << 23;
-/// More regions than anybody needs, and few enough to list in one go.
-const MAX_REGIONS: usize = 4096;
+/// More regions than anybody needs. The table has room for all from the start: nothing is allocated
+/// under its lock.
+const MAX_REGIONS: usize = 1024;
 
 kernel::sync::global_lock! {
     // SAFETY: Initialised by the module's initialiser before anything is registered.
@@ -70,7 +71,7 @@ impl Entry {
 
 /// The table of regions.
 pub(crate) struct Registry {
-    entries: KVec<Entry>,
+    entries: KVVec<Entry>,
     last_id: u32,
     last_file: u64,
 }
@@ -78,16 +79,40 @@ pub(crate) struct Registry {
 impl Registry {
     const fn new() -> Self {
         Registry {
-            entries: KVec::new(),
+            entries: KVVec::new(),
             last_id: 0,
             last_file: 0,
         }
+    }
+
+    /// Makes room for all regions there may be.
+    fn reserve(&mut self) -> Result {
+        Ok(self.entries.reserve(MAX_REGIONS, GFP_KERNEL)?)
     }
 
     fn find(&mut self, id: u32) -> Result<(usize, &mut Entry)> {
         let found = self.entries.iter_mut().enumerate();
         let mut found = found.filter(|(_, entry)| entry.region.id == id);
         found.next().ok_or(ENOENT)
+    }
+}
+
+/// Owns the table's memory: a static is never dropped.
+pub(crate) struct Owner;
+
+impl Owner {
+    /// Makes the table. Called once, by the module's initialiser, before anything else here.
+    pub(crate) fn new() -> Result<Self> {
+        REGISTRY.lock().reserve()?;
+        Ok(Owner)
+    }
+}
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        // Empty: every region has a file or a sticky reference, and either keeps the module loaded.
+        let table = core::mem::replace(&mut *REGISTRY.lock(), Registry::new());
+        drop(table);
     }
 }
 
@@ -124,8 +149,10 @@ pub(crate) fn insert(region: &Arc<Region>, maker: u64, sticky: bool) -> Result {
         maker: Some(maker),
         sticky: sticky.then(ModuleRef::new),
     };
-    registry.entries.push(entry, GFP_KERNEL)?;
-    Ok(())
+    registry
+        .entries
+        .push_within_capacity(entry)
+        .map_err(|_| ENOSPC)
 }
 
 /// Attaches a file to a region.
@@ -198,10 +225,10 @@ pub(crate) fn stat(id: u32) -> Result<uapi::Region> {
 
 /// Describes all regions.
 pub(crate) fn list() -> Result<KVVec<uapi::Region>> {
-    let registry = REGISTRY.lock();
-    let mut out = KVVec::with_capacity(registry.entries.len(), GFP_KERNEL)?;
-    for entry in &registry.entries {
-        out.push(entry.describe(), GFP_KERNEL)?;
+    let mut out = KVVec::with_capacity(MAX_REGIONS, GFP_KERNEL)?;
+    for entry in &REGISTRY.lock().entries {
+        out.push_within_capacity(entry.describe())
+            .map_err(|_| ENOSPC)?;
     }
     Ok(out)
 }
