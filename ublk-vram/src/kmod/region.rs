@@ -6,6 +6,7 @@ use std::ptr::NonNull;
 
 use super::Node;
 use crate::kmod::abi;
+use crate::store::shared::SharedMapping;
 
 /// What one touch populates at least; the alignment that huge pages of the first size need.
 const STEP: usize = 2 << 20;
@@ -99,6 +100,13 @@ impl RegionMapping {
             // The next block begins on a multiple of its size, wherever the mapping does.
             offset = (first + offset + 1).next_multiple_of(STEP) - first;
         }
+    }
+
+    /// The same mapping as one of device memory.
+    pub fn into_shared(self) -> SharedMapping {
+        let this = std::mem::ManuallyDrop::new(self);
+        // SAFETY: the range is mapped, and `this` no longer unmaps it.
+        unsafe { SharedMapping::from_raw(this.base, this.len) }
     }
 
     /// The first byte.
