@@ -12,13 +12,13 @@ fn regions(machine: &Machine) -> Result<String> {
 }
 
 pub fn device(kernel: &Kernel) -> Result<()> {
-    let machine = Machine::boot(kernel, "kmod-device", 64, |vm| {
+    let machine = Machine::boot(kernel, "kmod-device", 128, |vm| {
         vm.memory(768).tools(&["fio"])
     })?;
     let address = machine.pci_address(0);
     // The suite that every backend passes.
     let spec = format!(
-        r#"{{"name":"c","size":"max","backend":{{"kind":"pci","address":"{address}"}},"chunk":16777216}}"#
+        r#"{{"name":"c","size":"max","backend":{{"kind":"pci","address":"{address}"}},"chunk":33554432}}"#
     );
     let report = machine.must_within(&format!("echo '{spec}' | ublk-vram conformance"), 120)?;
     ensure!(report.contains("kernel module"), "{report}");
