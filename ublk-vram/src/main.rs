@@ -12,7 +12,7 @@ use tracing_subscriber::filter::{EnvFilter, LevelFilter};
 use tracing_subscriber::fmt;
 use tracing_subscriber::prelude::*;
 use ublk_vram::backend::conformance::check_backend;
-use ublk_vram::backend::{MemoryHandles, bench};
+use ublk_vram::backend::{MemoryHandles, bench, cuda};
 use ublk_vram::control::RunDir;
 use ublk_vram::device::DeviceSpec;
 use ublk_vram::safety::CgroupOutcome;
@@ -44,6 +44,9 @@ enum Command {
     /// standard input) names. What the memory held is destroyed.
     #[command(hide = true)]
     BenchCopy,
+    /// Allocate and pin GPU memory for a server (started by it).
+    #[command(name = cuda::SUBCOMMAND, hide = true)]
+    MakeCudaRegion,
     /// Carry out swapoff for a server (started by it).
     #[command(name = worker::swapoff::SUBCOMMAND, hide = true)]
     SwapoffHelper,
@@ -56,6 +59,7 @@ fn main() -> ExitCode {
         Command::Serve { start_pipe } => serve(unsafe { StartPipe::inherited(start_pipe) }),
         Command::Conformance => conformance(),
         Command::BenchCopy => bench_copy(),
+        Command::MakeCudaRegion => cuda::maker_main(),
         Command::SwapoffHelper => worker::swapoff::helper_main(),
     };
     match outcome {

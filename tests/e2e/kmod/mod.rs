@@ -24,6 +24,7 @@ pub const CASES: &[Case] = &[
     ("kmod::unplugged", On::Newest, node::unplugged),
     ("kmod::nvidia", On::Newest, node::nvidia),
     ("kmod::device", On::Newest, device::device),
+    ("kmod::cuda", On::Newest, device::cuda),
     ("kmod::swap_storm", On::Newest, device::swap_storm),
 ];
 

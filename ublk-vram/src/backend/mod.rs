@@ -25,6 +25,7 @@ use crate::store::Layout;
 
 pub mod bench;
 pub mod conformance;
+pub mod cuda;
 pub mod fault;
 pub mod host;
 pub mod mapped;
@@ -134,7 +135,7 @@ pub struct ChunkMemory {
 
 /// The control handle: the chunks of one device.
 pub trait Backend: Send + Sync {
-    /// Its name in `list`: `host`, `pci`, `vulkan`.
+    /// Its name in `list`: `host`, `pci`, `cuda`, `vulkan`.
     fn kind(&self) -> &'static str;
 
     /// The GPU's PCI address, else its name, where there is one.
@@ -190,6 +191,8 @@ pub enum MemoryHandles {
     Host(host::HostMemory),
     /// The claim on a PCI function's BAR.
     Pci(pci::PciMemory),
+    /// Pinned memory of an NVIDIA GPU.
+    Cuda(cuda::CudaMemory),
     /// The opened GPU.
     Vulkan(vulkan::VulkanMemory),
 }
@@ -203,6 +206,7 @@ impl MemoryHandles {
         match spec {
             BackendSpec::Host => host::available(),
             BackendSpec::Pci { address, bar } => pci::available(address, *bar),
+            BackendSpec::Cuda { gpu } => cuda::available(gpu.as_deref()),
             BackendSpec::Vulkan {
                 gpu,
                 allow_cpu_device,
@@ -220,6 +224,9 @@ impl MemoryHandles {
             BackendSpec::Pci { address, bar } => {
                 pci::PciMemory::claim(address, *bar, layout).map(MemoryHandles::Pci)
             }
+            BackendSpec::Cuda { gpu } => {
+                cuda::CudaMemory::create(gpu.as_deref(), layout).map(MemoryHandles::Cuda)
+            }
             BackendSpec::Vulkan {
                 gpu,
                 allow_cpu_device,
@@ -233,6 +240,7 @@ impl MemoryHandles {
         match self {
             MemoryHandles::Host(memory) => Ok(Box::new(memory.open(layout)?)),
             MemoryHandles::Pci(memory) => Ok(Box::new(memory.open(layout)?)),
+            MemoryHandles::Cuda(memory) => Ok(Box::new(memory.open(layout)?)),
             MemoryHandles::Vulkan(memory) => Ok(Box::new(memory.open(layout)?)),
         }
     }
@@ -241,7 +249,7 @@ impl MemoryHandles {
     pub fn system_bytes(&self, layout: &Layout) -> u64 {
         match self {
             MemoryHandles::Host(_) => layout.total_bytes(),
-            MemoryHandles::Pci(_) => 0,
+            MemoryHandles::Pci(_) | MemoryHandles::Cuda(_) => 0,
             MemoryHandles::Vulkan(memory) => match memory.gpu().kind {
                 vulkan::GpuKind::Cpu => layout.total_bytes(),
                 _ => 0,

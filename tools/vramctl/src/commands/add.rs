@@ -77,6 +77,15 @@ fn choose_backend(
         }
         return Ok(BackendSpec::Host);
     }
+    if args.backend == Some(BackendName::Cuda) {
+        if args.bar.is_some() {
+            return Err(Error::usage("--bar is of --backend pci: leave it out"));
+        }
+        let gpu = args.gpu.as_deref().map(|gpu| named_gpu(gpu, &list));
+        return Ok(BackendSpec::Cuda {
+            gpu: gpu.transpose()?.map(|address| address.to_string()),
+        });
+    }
     let is_open = args.backend.is_none() && args.bar.is_none();
     let address = match args.gpu.as_deref() {
         Some(gpu) if is_open && (gpu == vulkan::AUTO || vulkan::is_uuid(gpu)) => {
@@ -227,6 +236,10 @@ fn dry_run(spec: &DeviceSpec, server: Result<PathBuf>) -> Result<()> {
     let memory = match &spec.backend {
         BackendSpec::Host => "system memory".to_owned(),
         BackendSpec::Pci { address, .. } => format!("memory of PCI function {address}"),
+        BackendSpec::Cuda { gpu } => format!(
+            "pinned memory of the NVIDIA GPU {}",
+            gpu.as_deref().unwrap_or("that there is")
+        ),
         BackendSpec::Vulkan { gpu, .. } => format!("memory of the Vulkan GPU {gpu}"),
     };
     match server {
