@@ -19,7 +19,15 @@ fn boot(kernel: &Kernel, name: &str) -> Result<Machine> {
 }
 
 pub fn calls_and_data(kernel: &Kernel) -> Result<()> {
-    let machine = boot(kernel, "kmod-calls")?;
+    let files = tempfile::tempdir()?;
+    let large = Device::Ivshmem {
+        size_mib: 1024,
+        file: files.path().join("large"),
+    };
+    let machine = Machine::boot(kernel, "kmod-calls", BAR_MIB, |vm| {
+        vm.append(DEBUG).device(large)
+    })?;
+    machine.bind(&machine.pci_address(0))?;
     let bar = machine.bar();
     let mode = machine.must("stat -c %a:%u /dev/ublk-vram")?;
     ensure!(mode == "600:0", "the node is {mode}");
@@ -35,6 +43,11 @@ pub fn calls_and_data(kernel: &Kernel) -> Result<()> {
         file == expected,
         "the BAR's file does not hold what was written last"
     );
+    machine.must_within(&format!("vramtest kmod uring {bar}"), 30)?;
+    let address = machine.pci_address(2);
+    machine.bind(&address)?;
+    let step = machine.must_within(&format!("vramtest kmod huge {address}/2"), 60)?;
+    eprintln!("kmod::calls_and_data: pages of {step} bytes");
     // No driver that can be used: a sentence in the log, an errno, and nothing held.
     let out = machine.sh("vramtest kmod nvidia-sticky")?;
     ensure!(

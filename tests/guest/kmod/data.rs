@@ -2,7 +2,7 @@
 
 use anyhow::{Result, ensure};
 use ublk_vram::copy::CopyRoutines;
-use ublk_vram::kmod::Node;
+use ublk_vram::kmod::{Node, abi};
 
 use super::{Place, map_whole, must_be, pread, pwrite};
 use crate::hog::word;
@@ -117,6 +117,24 @@ pub fn run(bar: Place) -> Result<()> {
     node.detach()?;
     node.destroy(region.id)?;
     println!("{size}");
+    Ok(())
+}
+
+/// One touch maps 1 GiB, and the far end of it is there.
+pub fn huge(bar: Place) -> Result<()> {
+    let node = Node::open()?;
+    let (region, mapping) = map_whole(&node, bar.whole())?;
+    ensure!(region.size == 1 << 30, "{region:?}");
+    // SAFETY: inside the mapping.
+    unsafe { mapping.as_ptr().add((1 << 30) - 1).write_volatile(0x42) };
+    let mut last = [0];
+    pread(&node, &mut last, (1 << 30) - 1)?;
+    ensure!(last == [0x42], "{last:?}");
+    let entry = node.page_table(mapping.as_ptr())?;
+    let huge = node.info()?.caps & abi::CAP_HUGE_PUD != 0;
+    ensure!(!huge || entry.page_size == 1 << 30, "{entry:?}");
+    ensure!(entry.mode == abi::MODE_WC, "{entry:?}");
+    println!("{}", entry.page_size);
     Ok(())
 }
 

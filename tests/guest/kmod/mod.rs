@@ -5,6 +5,7 @@ mod data;
 mod fuzz;
 mod life;
 mod nvidia;
+mod uring;
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -19,6 +20,10 @@ pub enum Commands {
     Calls { bar: Place },
     /// Mappings, reads and writes, and what the other way sees of them.
     Data { bar: Place },
+    /// io_uring with registered buffers.
+    Uring { bar: Place },
+    /// Mappings in steps of 1 GiB, where the kernel has them.
+    Huge { bar: Place },
     /// Random calls, mappings, reads and writes.
     Fuzz {
         bar: Place,
@@ -105,6 +110,8 @@ pub fn run(command: &Commands) -> Result<()> {
     match *command {
         Commands::Calls { bar } => calls::run(bar),
         Commands::Data { bar } => data::run(bar),
+        Commands::Uring { bar } => uring::run(bar),
+        Commands::Huge { bar } => data::huge(bar),
         Commands::Fuzz { bar, calls, seed } => fuzz::run(bar, calls, seed),
         Commands::Revoked { bar } => life::revoked(bar),
         Commands::Sticky { bar } => life::sticky(bar),

@@ -6,6 +6,8 @@ pub const ABI: u32 = 1;
 
 /// [`Info::caps`]: mappings in 2 MiB steps.
 pub const CAP_HUGE_PMD: u32 = 1 << 2;
+/// [`Info::caps`]: mappings in 1 GiB steps.
+pub const CAP_HUGE_PUD: u32 = 1 << 3;
 /// [`Info::caps`]: the CPU's memory types are in use.
 pub const CAP_PAT: u32 = 1 << 5;
 

@@ -28,9 +28,10 @@ fn structures() -> Vec<Structure> {
     )
 }
 
-const CONSTANTS: [(&str, u32); 17] = [
+const CONSTANTS: [(&str, u32); 18] = [
     ("UVRAM_ABI", abi::ABI),
     ("UVRAM_CAP_HUGE_PMD", abi::CAP_HUGE_PMD),
+    ("UVRAM_CAP_HUGE_PUD", abi::CAP_HUGE_PUD),
     ("UVRAM_CAP_PAT", abi::CAP_PAT),
     ("UVRAM_CREATE_STICKY", abi::CREATE_STICKY),
     ("UVRAM_CREATE_PERSISTENT", abi::CREATE_PERSISTENT),
