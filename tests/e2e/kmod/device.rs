@@ -18,6 +18,11 @@ pub fn device(kernel: &Kernel) -> Result<()> {
         vm.memory(768).tools(&["fio"])
     })?;
     let address = machine.pci_address(0);
+    let check = machine.sh("vramctl check")?;
+    ensure!(
+        check.stdout.contains("ublk_vram is loaded, 0 regions"),
+        "{check}"
+    );
     // The suite that every backend passes.
     let spec = format!(
         r#"{{"name":"c","size":"max","backend":{{"kind":"pci","address":"{address}"}},"chunk":33554432}}"#
