@@ -38,6 +38,8 @@ pub fn device(kernel: &Kernel) -> Result<()> {
     let copy = machine.show("d")?["copy"].clone();
     let copy = copy.as_str().unwrap_or_default();
     ensure!(copy.contains("write-combined, kernel module"), "{copy}");
+    let list = machine.must("vramctl list --json")?;
+    ensure!(list.contains("kernel module"), "{list}");
     ensure!(regions(&machine)? == "1", "one region");
     machine.server_is_protected("d")?;
     machine.must_within(

@@ -105,11 +105,23 @@ impl Tree {
         tree.run(&[&format!("{SOURCE}/tools/rust-tree"), &kernel.release, RUST])?;
         tree.run(&["apt-get", "clean"])?;
         fs::write(&ready, recipe)?;
+        tree.remove_others();
         eprintln!(
             "xtask: the Rust crates took {:.0} s",
             started.elapsed().as_secs_f64()
         );
         Ok(tree)
+    }
+
+    /// Trees of kernels that the tests do not boot any more: their modules stay.
+    fn remove_others(&self) {
+        let siblings = self.out.parent().map(fs::read_dir);
+        for other in siblings.into_iter().flatten().flatten().flatten() {
+            if other.path() != self.out {
+                let _ = fs::remove_file(other.path().join("ready"));
+                let _ = fs::remove_dir_all(other.path().join("tree"));
+            }
+        }
     }
 
     /// What a tree is made from: another recipe makes another tree.

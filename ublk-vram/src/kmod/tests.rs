@@ -1,11 +1,11 @@
-//! The mirror of the ABI is what a C compiler makes of the header.
+//! The mirror of the ABI is what a C compiler makes of the header; mappings are aligned and whole.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::path::Path;
 use std::process::Command;
 
-use super::abi;
+use super::{Node, RegionMapping, abi};
 
 /// C name, size, and the fields of each structure.
 type Structure = (&'static str, usize, Vec<(&'static str, usize, usize)>);
@@ -112,4 +112,40 @@ fn the_mirror_is_the_header() {
         })
         .collect();
     assert_eq!(found, expected);
+}
+
+/// Any file can be mapped as a region is: the node's own answers are for the end-to-end cases.
+#[test]
+fn a_mapping_is_aligned_and_leaves_nothing_behind() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("region");
+    let bytes: Vec<u8> = (0..4u64 << 20).map(|index| (index >> 12) as u8).collect();
+    std::fs::write(&path, &bytes).unwrap();
+    let node = Node::open_at(&path).unwrap();
+    let region = abi::Region {
+        size: bytes.len() as u64,
+        ..Default::default()
+    };
+    let count = || std::fs::read_to_string("/proc/self/maps").unwrap();
+    for (offset, len) in [
+        (0, 4 << 20),
+        (4096, 8192),
+        ((2 << 20) + 4096, 4096),
+        (0, 4096),
+    ] {
+        let mapping = RegionMapping::new(&node, &region, offset, len).unwrap();
+        mapping.populate();
+        assert_eq!(mapping.len(), len);
+        assert_eq!(mapping.as_ptr() as u64 % (2 << 20), offset % (2 << 20));
+        // SAFETY: the mapping is `len` bytes of memory that nobody writes.
+        let seen = unsafe { std::slice::from_raw_parts(mapping.as_ptr(), len) };
+        let start = offset as usize;
+        assert!(seen == &bytes[start..start + len]);
+        drop(mapping);
+        assert!(!count().contains(path.to_str().unwrap()), "{}", count());
+    }
+    // The node is no character device here, so it has none of the calls.
+    assert_eq!(node.info().unwrap_err().raw_os_error(), Some(libc::ENOTTY));
+    assert!(RegionMapping::new(&node, &region, 0, usize::MAX).is_err());
+    assert!(RegionMapping::new(&node, &region, 1, 4096).is_err());
 }

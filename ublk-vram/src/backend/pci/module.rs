@@ -185,12 +185,59 @@ fn create(address: PciAddress, bar: &Bar) -> abi::CreateBar {
 
 /// Whether the region is the whole of that BAR, and nobody's.
 fn is_of(region: &abi::Region, create: &abi::CreateBar, bar: &Bar) -> bool {
-    let place = |domain, bus, devfn, bar| (domain, bus, devfn, bar);
     region.kind == abi::KIND_BAR
         && region.flags & (abi::REGION_DEAD | abi::REGION_STICKY) == abi::REGION_STICKY
         && region.attached == 0
         && region.start == 0
         && region.size == bar.size
-        && place(region.domain, region.bus, region.devfn, region.bar)
-            == place(create.domain, create.bus, create.devfn, create.bar)
+        && (region.domain, region.bus, region.devfn, region.bar)
+            == (create.domain, create.bus, create.devfn, create.bar)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_sticky_region_of_the_whole_bar_that_nobody_has_is_taken_over() {
+        let address: PciAddress = "0001:03:1f.2".parse().unwrap();
+        let bar = Bar {
+            index: 2,
+            start: 1 << 32,
+            size: 1 << 20,
+            prefetchable: true,
+            is_memory: true,
+            is_64bit: true,
+            has_wc: true,
+            resizable_to: None,
+            claimed_by: None,
+        };
+        let wanted = create(address, &bar);
+        assert_eq!((wanted.domain, wanted.bus, wanted.devfn), (1, 3, 0xfa));
+        let left = abi::Region {
+            flags: abi::REGION_STICKY,
+            kind: abi::KIND_BAR,
+            size: bar.size,
+            domain: 1,
+            bus: 3,
+            devfn: 0xfa,
+            bar: 2,
+            ..Default::default()
+        };
+        assert!(is_of(&left, &wanted, &bar));
+        let others: [fn(&mut abi::Region); 7] = [
+            |region| region.flags = 0,
+            |region| region.flags |= abi::REGION_DEAD,
+            |region| region.attached = 1,
+            |region| region.kind = abi::KIND_NVIDIA,
+            |region| region.start = 4096,
+            |region| region.size -= 4096,
+            |region| region.devfn -= 1,
+        ];
+        for change in others {
+            let mut other = left;
+            change(&mut other);
+            assert!(!is_of(&other, &wanted, &bar), "{other:?}");
+        }
+    }
 }
