@@ -6,7 +6,8 @@
 //! driver pinned. It is made, attached, mapped, read and written through `/dev/ublk-vram`
 //! (`uapi/ublk_vram.h`), and may outlive every process.
 //!
-//! Rooms, each knowing only those above it:
+//! Rooms, those that are used before those that use them; only `region` and the two kinds of memory
+//! know each other:
 //!
 //! | file | what |
 //! | --- | --- |
@@ -20,16 +21,19 @@
 //! | `mapping`, `rw` | how user space reaches them |
 //! | `ioctl`, `file` | the node |
 //!
-//! Locks, in the order in which they nest (none is held while user memory is copied, and none but
-//! `Region::teardown` while another driver is called):
+//! Locks, in the order in which they nest (none is held while user memory is copied, and none while
+//! the NVIDIA driver is called, which calls back under its own):
 //!
 //! mmap lock -> `file::State` -> `registry::REGISTRY`
+//! `pci::Function::state` -> `registry::REGISTRY`
+//! `nvidia::Pin::state` -> `registry::REGISTRY`
 //! mmap lock -> `Region::inserting`
 //! `Region::teardown` -> `Region::inserting`
-//! NVIDIA driver's own -> `nvidia::Pin::state`, and then, alone, `Region::teardown`
+//! NVIDIA driver's own -> `nvidia::Pin::state`, and then, without that, `Region::teardown`
 //!
-//! `REGISTRY` is never held across an allocation: whoever brings a dead server's device back needs it,
-//! and reclaim may be waiting for that device. `Region::inserting` is: a page table may be needed.
+//! Once the module is loaded nothing is allocated under `REGISTRY`: whoever brings a dead server's
+//! device back needs it, and reclaim may be waiting for that device. Under `Region::inserting` page
+//! tables are.
 
 mod copy;
 mod file;

@@ -420,7 +420,7 @@ fn sizes(node: &Node, bar: Place) -> Result<()> {
         let mut list = list;
         let result = raw_ioctl(node, command(6, 16), (&raw mut list).cast());
         ensure!(
-            [libc::EINVAL, libc::EFAULT].contains(&errno(result)),
+            [libc::EINVAL, libc::EFAULT].contains(&errno(&result)),
             "{list:?}"
         );
     }

@@ -149,7 +149,7 @@ fn attach_and_map(node: &Node, id: u32) -> Result<(abi::Region, RegionMapping)> 
 }
 
 /// The errno of a call that must fail.
-fn errno<T: std::fmt::Debug>(result: io::Result<T>) -> i32 {
+fn errno<T: std::fmt::Debug>(result: &io::Result<T>) -> i32 {
     match result {
         Err(error) => error.raw_os_error().unwrap_or(-1),
         Ok(_) => 0,
@@ -158,7 +158,7 @@ fn errno<T: std::fmt::Debug>(result: io::Result<T>) -> i32 {
 
 /// Fails unless `result` is that error.
 fn must_be<T: std::fmt::Debug>(what: &str, result: io::Result<T>, wanted: i32) -> Result<()> {
-    let found = errno(result);
+    let found = errno(&result);
     ensure!(
         found == wanted,
         "{what}: {} and not {}",

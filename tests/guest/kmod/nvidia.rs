@@ -2,11 +2,12 @@
 
 use std::fs;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 use ublk_vram::kmod::{Node, RegionMapping, abi};
 
-use super::{attach_and_map, life, must_be, pread, pwrite};
+use super::{attach_and_map, errno, life, must_be, pread, pwrite};
 
 /// The mock's first GPU address.
 pub const BASE: u64 = 0x7000_0000_0000;
@@ -251,6 +252,8 @@ pub fn revoked() -> Result<()> {
     node.detach()?;
     node.destroy(id)?;
 
+    nothing_stays(&node)?;
+
     // At any moment: while one thread makes, maps, uses and ends regions, another takes them back.
     let stop = AtomicBool::new(false);
     let (mut made, mut lost) = (0, 0);
@@ -290,6 +293,47 @@ pub fn revoked() -> Result<()> {
     ensure!(live()? == 0, "{} tables left", live()?);
     ensure!(Node::open()?.list()?.is_empty(), "regions left");
     println!("{made} whole, {lost} lost");
+    Ok(())
+}
+
+/// A page fault that fills a page table while the memory is taken away leaves nothing in it.
+fn nothing_stays(node: &Node) -> Result<()> {
+    let (mut before, mut after) = (0, 0);
+    for round in 0..400u64 {
+        let id = node.create_nvidia(range(0, 0, 32))?;
+        node.attach(id, false)?;
+        let region = node.stat(id)?;
+        let mapping = RegionMapping::new(node, &region, 0, region.size as usize)?;
+        let lost = std::thread::scope(|scope| -> Result<bool> {
+            let toucher = scope.spawn(|| life::sigbus_at(mapping.as_ptr()));
+            // Somewhere in the time that the other thread needs for 512 pages.
+            let begin = Instant::now();
+            while begin.elapsed().as_micros() < u128::from(round * 37 % 800) {
+                std::hint::spin_loop();
+            }
+            set("revoke", "1")?;
+            toucher
+                .join()
+                .map_err(|_| anyhow::anyhow!("the toucher died"))
+        })?;
+        *(if lost { &mut before } else { &mut after }) += 1;
+        for offset in (0..mapping.len()).step_by(4096) {
+            // SAFETY: inside the mapping; nothing is read.
+            let entry = node.page_table(unsafe { mapping.as_ptr().add(offset) });
+            // The first page may be the handler's: then it is in no mapping of ours.
+            ensure!(
+                errno(&entry) == libc::EINVAL || entry.as_ref().is_ok_and(|e| e.page_size == 0),
+                "round {round}: byte {offset} is still mapped: {entry:?}"
+            );
+        }
+        drop(mapping);
+        node.detach()?;
+    }
+    println!("taken away before {before} and after {after} faults");
+    ensure!(
+        before > 20 && after > 20,
+        "no race: {before} before, {after} after"
+    );
     Ok(())
 }
 

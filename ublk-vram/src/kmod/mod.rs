@@ -11,7 +11,7 @@ mod tests;
 
 use std::fs::{File, OpenOptions};
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 
 use abi::calls;
@@ -172,6 +172,13 @@ impl Node {
         // SAFETY: the kernel reads and writes one structure of that size.
         unsafe { calls::mapping(self.file.as_raw_fd(), &mut query) }?;
         Ok(query)
+    }
+}
+
+/// A file of the node that another process opened and attached: the attachment is the file's.
+impl From<OwnedFd> for Node {
+    fn from(fd: OwnedFd) -> Node {
+        Node { file: fd.into() }
     }
 }
 
