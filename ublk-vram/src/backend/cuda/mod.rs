@@ -4,7 +4,7 @@
 //! nobody's: the server links no GPU library, and the memory outlives every process. It needs the kernel
 //! module and NVIDIA's open driver.
 //!
-//! A short-lived [`maker`] allocates, makes a sticky region, and exits. From then on the region is like
+//! A short-lived process allocates, makes a sticky region, and exits. From then on the region is like
 //! that of a BAR: [`CudaMemory`] has it attached exclusively, and whoever has the descriptor maps it.
 
 mod driver;

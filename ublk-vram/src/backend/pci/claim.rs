@@ -9,7 +9,7 @@
 //! | `enable` | `1`, if it was 0 | address decoding of the function and of all bridges above it |
 //!
 //! Where the kernel module is loaded the function is bound to it, which enables it, and the BAR becomes
-//! a region of the module's ([`super::module`]).
+//! a region of the module's (`module.rs`).
 //!
 //! A server that is killed leaves them as they are. The next claim of the function takes them over;
 //! by hand, `echo > driver_override` lets drivers in again.

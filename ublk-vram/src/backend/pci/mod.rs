@@ -13,7 +13,7 @@
 //!
 //! What it may not do: touch the function's registers, or any BAR but the one claimed.
 //!
-//! Where the kernel module is loaded everything goes through it instead of sysfs ([`module`]): the
+//! Where the kernel module is loaded everything goes through it instead of sysfs: the
 //! memory is then taken away, with SIGBUS, the moment the function goes.
 //!
 //! Without it, a function that is removed in sysfs, or whose link fails, leaves the mapping in place: reads of it
