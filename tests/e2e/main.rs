@@ -8,6 +8,7 @@ mod edges;
 mod faults;
 mod guest;
 mod io;
+mod kmod;
 mod lifecycle;
 mod refusals;
 mod remove;
@@ -44,6 +45,7 @@ fn main() {
         remove::CASES,
         lifecycle::CASES,
         refusals::CASES,
+        kmod::CASES,
     ]
     .concat();
     let trials = SUITES

@@ -3,6 +3,7 @@
 
 mod edges;
 mod hog;
+mod kmod;
 mod misc;
 
 use std::path::PathBuf;
@@ -35,6 +36,9 @@ enum Command {
         /// The block device.
         device: PathBuf,
     },
+    /// Use the kernel module's node.
+    #[command(subcommand)]
+    Kmod(kmod::Commands),
     /// Open a file and hold it for some seconds.
     Hold {
         /// The file.
@@ -68,6 +72,7 @@ fn main() -> anyhow::Result<()> {
     match Args::parse().command {
         Command::Hog { mib, rounds, keep } => hog::run(mib, rounds, keep),
         Command::Edges { device } => edges::run(&device),
+        Command::Kmod(command) => kmod::run(&command),
         Command::Hold { path, seconds } => misc::hold(&path, seconds),
         Command::SwapLoop { device, seconds } => misc::swap_loop(&device, seconds),
         Command::Session { command } => misc::session(&command),

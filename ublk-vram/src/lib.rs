@@ -26,6 +26,7 @@ pub mod copy;
 pub mod device;
 pub mod engine;
 pub mod error;
+pub mod kmod;
 pub mod safety;
 pub mod size;
 pub mod store;

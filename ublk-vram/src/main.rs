@@ -12,7 +12,7 @@ use tracing_subscriber::filter::{EnvFilter, LevelFilter};
 use tracing_subscriber::fmt;
 use tracing_subscriber::prelude::*;
 use ublk_vram::backend::conformance::check_backend;
-use ublk_vram::backend::{MemoryHandles, bench, footprint};
+use ublk_vram::backend::{MemoryHandles, bench, cuda, footprint};
 use ublk_vram::control::RunDir;
 use ublk_vram::device::DeviceSpec;
 use ublk_vram::safety::CgroupOutcome;
@@ -48,6 +48,9 @@ enum Command {
     /// host. What the memory held is destroyed.
     #[command(hide = true)]
     Footprint,
+    /// Allocate and pin GPU memory for a server (started by it).
+    #[command(name = cuda::SUBCOMMAND, hide = true)]
+    MakeCudaRegion,
     /// Carry out swapoff for a server (started by it).
     #[command(name = worker::swapoff::SUBCOMMAND, hide = true)]
     SwapoffHelper,
@@ -63,6 +66,7 @@ fn main() -> ExitCode {
         Command::Conformance => conformance(),
         Command::BenchCopy => bench_copy(),
         Command::Footprint => footprint(),
+        Command::MakeCudaRegion => cuda::maker_main(),
         Command::SwapoffHelper => worker::swapoff::helper_main(),
     };
     match outcome {

@@ -112,7 +112,10 @@ impl Apt {
 }
 
 /// The Debian mirror this machine uses.
-fn mirror() -> Result<String> {
+///
+/// # Errors
+/// When apt is missing, or knows none.
+pub fn mirror() -> Result<String> {
     if let Some(mirror) = env::var("VMRIG_MIRROR")
         .ok()
         .filter(|mirror| !mirror.is_empty())

@@ -56,6 +56,7 @@ mod vm;
 mod vmlinux;
 pub mod workspace;
 
+pub use apt::mirror as debian_mirror;
 pub use builder::VmBuilder;
 pub use devices::Device;
 pub use error::{Error, Result};

@@ -71,6 +71,14 @@ pub fn cache_dir() -> Result<PathBuf> {
     Ok(path)
 }
 
+/// Where the kernel modules built for a kernel release are kept.
+///
+/// # Errors
+/// As [`cache_dir`].
+pub fn kmod_dir(release: &str) -> Result<PathBuf> {
+    Ok(cache_dir()?.join("kmod").join(release))
+}
+
 /// Builds a program of this workspace (once per process) and returns its path.
 ///
 /// # Errors

@@ -101,6 +101,8 @@ pub enum BackendName {
     Host,
     /// The BAR of a display or memory device that no driver owns
     Pci,
+    /// Memory of an NVIDIA GPU, pinned by the kernel module
+    Cuda,
     /// Memory of a GPU through its Vulkan driver
     Vulkan,
 }
@@ -113,7 +115,7 @@ pub struct MemoryArgs {
         long,
         value_enum,
         hide_possible_values = true,
-        value_name = "host|pci|vulkan"
+        value_name = "host|pci|cuda|vulkan"
     )]
     pub backend: Option<BackendName>,
     /// The GPU: its PCI address, or its index in `vramctl gpus`; with Vulkan its UUID, or auto

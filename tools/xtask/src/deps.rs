@@ -37,6 +37,12 @@ pub const SWAP: [Program; 4] = [
     ("swapoff", "mount"),
     ("wipefs", "util-linux"),
 ];
+/// What makes a Debian tree to build the kernel module in.
+pub const KMOD: [Program; 3] = [
+    ("mmdebstrap", "mmdebstrap"),
+    ("unshare", "util-linux"),
+    ("strip", "binutils"),
+];
 /// What a guest that measures has in it.
 pub const FIO: [Program; 1] = [("fio", "fio")];
 /// What the end-to-end cases, and a developer who looks around, have in their guests.
@@ -68,7 +74,7 @@ const VULKAN: [(&str, &str); 3] = [
     ("glslangValidator", "glslang-tools"),
 ];
 /// Verifies what Debian kernels are fetched with.
-const KEYRING: (&str, &str) = (
+pub const KEYRING: (&str, &str) = (
     "/usr/share/keyrings/debian-archive-keyring.gpg",
     "debian-archive-keyring",
 );

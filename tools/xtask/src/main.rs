@@ -10,6 +10,7 @@ mod demo;
 mod deps;
 #[path = "../../../tests/guest/hog.rs"]
 mod hog;
+mod kmod;
 mod test;
 mod vm;
 
@@ -29,6 +30,9 @@ enum Command {
     Bench(bench::Arguments),
     /// Show swapping to a GPU's memory in a virtual machine, in real numbers
     Demo(demo::Arguments),
+    /// Build the kernel module for the kernel of the tests
+    #[command(subcommand)]
+    Kmod(kmod::Commands),
     /// Run all checks and tests, those on real kernels included
     Test(test::Arguments),
     /// Boot a virtual machine with this workspace's programs in it
@@ -49,6 +53,7 @@ fn main() -> ExitCode {
     let result = match Arguments::parse().command {
         Command::Bench(arguments) => bench::run(&arguments),
         Command::Demo(arguments) => demo::run(&arguments),
+        Command::Kmod(command) => kmod::run(&command),
         Command::Test(arguments) => test::run(&arguments),
         Command::Vm(arguments) => vm::run(&arguments),
         Command::Hog { mib, rounds } => hog::run(mib, rounds, false).map(|()| ExitCode::SUCCESS),

@@ -28,7 +28,7 @@ const fn stage(name: &'static str, arguments: &'static [&'static str]) -> Stage 
     }
 }
 
-const STAGES: [Stage; 7] = [
+const STAGES: [Stage; 8] = [
     stage("fmt", &["fmt", "--all", "--check"]),
     stage(
         "clippy",
@@ -72,6 +72,8 @@ const STAGES: [Stage; 7] = [
             "--package=ublk-vram-tests",
         ],
     ),
+    // So do those of the kernel module put what this builds.
+    stage("kmod", &["xtask", "kmod", "check"]),
     stage(
         "e2e",
         &["test", "--package=ublk-vram-tests", "--test=e2e", "--"],
@@ -81,7 +83,7 @@ const STAGES: [Stage; 7] = [
 /// Arguments of `cargo xtask test`.
 #[derive(clap::Args)]
 pub struct Arguments {
-    /// Run one stage: fmt, clippy, doc, unit, safety, build, e2e (which builds first)
+    /// Run one stage: fmt, clippy, doc, unit, safety, build, kmod, e2e (which builds first)
     #[arg(long, value_name = "STAGE", value_parser = stage_name)]
     only: Option<&'static str>,
     /// Run the end-to-end cases whose name contains this, and nothing else unless --only says so
@@ -101,6 +103,8 @@ fn stage_name(text: &str) -> Result<&'static str, String> {
 fn chosen(only: Option<&str>, filter: Option<&str>) -> Vec<&'static Stage> {
     let only = only.or(filter.map(|_| "e2e"));
     let wanted = |stage: &&Stage| match only {
+        // The kernel module takes minutes where it was never built.
+        Some("e2e") if stage.name == "kmod" => filter.is_none_or(|name| name.contains("kmod")),
         Some("e2e") => ["build", "e2e"].contains(&stage.name),
         Some(only) => stage.name == only,
         None => true,
@@ -162,6 +166,9 @@ fn prepare(stages: &[&Stage]) -> Result<()> {
     if stages.iter().any(|stage| stage.name != "fmt") {
         deps::ensure_build_tools()?;
     }
+    if has("kmod") {
+        deps::ensure_programs(&[&deps::BOOT, &deps::KMOD])?;
+    }
     if has("unit") {
         deps::ensure_vulkan()?;
     }
@@ -199,10 +206,13 @@ mod tests {
 
     #[test]
     fn all_stages_unless_told_otherwise() {
-        let all = ["fmt", "clippy", "doc", "unit", "safety", "build", "e2e"];
+        let all = [
+            "fmt", "clippy", "doc", "unit", "safety", "build", "kmod", "e2e",
+        ];
         assert_eq!(names(None, None), all);
         assert_eq!(names(Some("doc"), None), ["doc"]);
-        assert_eq!(names(Some("e2e"), None), ["build", "e2e"]);
+        assert_eq!(names(Some("e2e"), None), ["build", "kmod", "e2e"]);
+        assert_eq!(names(None, Some("kmod::")), ["build", "kmod", "e2e"]);
         assert_eq!(names(None, Some("swap::")), ["build", "e2e"]);
         assert_eq!(names(Some("unit"), Some("swap::")), ["unit"]);
     }

@@ -27,6 +27,7 @@ use crate::store::Layout;
 pub mod access;
 pub mod bench;
 pub mod conformance;
+pub mod cuda;
 pub mod fault;
 pub mod footprint;
 pub mod host;
@@ -210,7 +211,7 @@ pub type PathsWatch = Arc<dyn Fn() -> PathsInfo + Send + Sync>;
 
 /// The control handle: the chunks of one device.
 pub trait Backend: Send + Sync {
-    /// Its name in `list`: `host`, `pci`, `vulkan`.
+    /// Its name in `list`: `host`, `pci`, `cuda`, `vulkan`.
     fn kind(&self) -> &'static str;
 
     /// The GPU's PCI address, else its name, where there is one.
@@ -298,6 +299,8 @@ pub enum MemoryHandles {
     Host(host::HostMemory),
     /// The claim on a PCI function's BAR.
     Pci(pci::PciMemory),
+    /// Pinned memory of an NVIDIA GPU.
+    Cuda(cuda::CudaMemory),
     /// The opened GPU.
     Vulkan(vulkan::VulkanMemory),
 }
@@ -311,6 +314,7 @@ impl MemoryHandles {
         match spec {
             BackendSpec::Host => host::available(),
             BackendSpec::Pci { address, bar } => pci::available(address, *bar),
+            BackendSpec::Cuda { gpu } => cuda::available(gpu.as_deref()),
             BackendSpec::Vulkan(spec) => vulkan::available(spec),
         }
     }
@@ -325,6 +329,9 @@ impl MemoryHandles {
             BackendSpec::Pci { address, bar } => {
                 pci::PciMemory::claim(address, *bar, layout).map(MemoryHandles::Pci)
             }
+            BackendSpec::Cuda { gpu } => {
+                cuda::CudaMemory::create(gpu.as_deref(), layout).map(MemoryHandles::Cuda)
+            }
             BackendSpec::Vulkan(spec) => {
                 vulkan::VulkanMemory::create(spec, layout).map(MemoryHandles::Vulkan)
             }
@@ -336,6 +343,7 @@ impl MemoryHandles {
         match self {
             MemoryHandles::Host(memory) => Ok(Box::new(memory.open(layout)?)),
             MemoryHandles::Pci(memory) => Ok(Box::new(memory.open(layout)?)),
+            MemoryHandles::Cuda(memory) => Ok(Box::new(memory.open(layout)?)),
             MemoryHandles::Vulkan(memory) => Ok(Box::new(memory.open(layout)?)),
         }
     }
@@ -344,7 +352,7 @@ impl MemoryHandles {
     pub fn system_bytes(&self, layout: &Layout) -> u64 {
         match self {
             MemoryHandles::Host(_) => layout.total_bytes(),
-            MemoryHandles::Pci(_) => 0,
+            MemoryHandles::Pci(_) | MemoryHandles::Cuda(_) => 0,
             MemoryHandles::Vulkan(memory) => match memory.gpu().kind {
                 vulkan::GpuKind::Cpu => layout.total_bytes(),
                 _ => 0,

@@ -65,6 +65,11 @@ pub enum BackendSpec {
         /// Which BAR; absent: the largest prefetchable memory BAR.
         bar: Option<u8>,
     },
+    /// Memory of an NVIDIA GPU, allocated with CUDA and pinned by the kernel module.
+    Cuda {
+        /// `0000:03:00.0`; absent: the only GPU that CUDA knows.
+        gpu: Option<String>,
+    },
     /// Memory of a GPU through its Vulkan driver.
     Vulkan(VulkanSpec),
 }

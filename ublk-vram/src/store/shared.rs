@@ -49,6 +49,14 @@ impl SharedMapping {
         }
     }
 
+    /// Takes over a mapping that somebody made.
+    ///
+    /// # Safety
+    /// `len` bytes at `base` are mapped, shared, readable and writable, and are the caller's to unmap.
+    pub unsafe fn from_raw(base: NonNull<u8>, len: usize) -> SharedMapping {
+        SharedMapping { base, len }
+    }
+
     /// The first byte.
     pub fn as_ptr(&self) -> *mut u8 {
         self.base.as_ptr()

@@ -3,6 +3,7 @@
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
 use ublk_vram::backend::pci::{self, PciFunction};
 use ublk_vram::device::DeviceSpec;
+use ublk_vram::kmod::{NODE, Node, abi};
 use ublk_vram::safety;
 use ublk_vram::size::human;
 use ublk_vram::worker::BASE_COST_BYTES;
@@ -20,6 +21,7 @@ pub(super) fn items(machine: &Machine) -> Vec<Item> {
         memory_lock(machine),
         cgroup(machine),
         compaction(machine),
+        kernel_module(machine),
         gpus(pci::list()),
         ghosts(machine),
         programs(),
@@ -68,6 +70,35 @@ fn memory_lock(machine: &Machine) -> Item {
             ITEM,
             format!("{} (RLIMIT_MEMLOCK {limit})", error.message),
             "give CAP_IPC_LOCK, or `ulimit -l unlimited` (systemd: LimitMEMLOCK=infinity)",
+        ),
+    }
+}
+
+/// It is optional: not having it is no fault.
+fn kernel_module(machine: &Machine) -> Item {
+    const ITEM: &str = "kernel module";
+    if !Node::is_there() {
+        return Item::ok(ITEM, "ublk_vram is not loaded; it is optional");
+    }
+    match Node::open().and_then(|node| node.info()) {
+        Ok(info) if info.abi == abi::ABI => Item::ok(
+            ITEM,
+            format!("ublk_vram is loaded, {} regions", info.regions),
+        ),
+        Ok(info) => Item::fail(
+            ITEM,
+            format!(
+                "ublk_vram speaks version {} and this program {}",
+                info.abi,
+                abi::ABI
+            ),
+            "load the module that came with this program, or unload it",
+        ),
+        Err(_) if !machine.is_root => Item::unseen(ITEM, "the loaded module ublk_vram"),
+        Err(error) => Item::warn(
+            ITEM,
+            format!("{NODE} does not answer: {error}"),
+            "unload the module: `rmmod ublk_vram`",
         ),
     }
 }

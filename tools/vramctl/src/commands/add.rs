@@ -90,6 +90,15 @@ pub(super) fn choose_backend(
         }
         return Ok(BackendSpec::Host);
     }
+    if args.backend == Some(BackendName::Cuda) {
+        if args.bar.is_some() {
+            return Err(Error::usage("--bar is of --backend pci: leave it out"));
+        }
+        let gpu = args.gpu.as_deref().map(|gpu| named_gpu(gpu, &list));
+        return Ok(BackendSpec::Cuda {
+            gpu: gpu.transpose()?.map(|address| address.to_string()),
+        });
+    }
     let is_open = args.backend.is_none() && args.bar.is_none();
     let address = match args.gpu.as_deref() {
         Some(gpu) if is_open && (gpu == vulkan::AUTO || vulkan::is_uuid(gpu)) => {
@@ -237,6 +246,10 @@ fn dry_run(spec: &DeviceSpec, server: Result<PathBuf>) -> Result<()> {
         BackendSpec::Host => "system memory".to_owned(),
         BackendSpec::Pci { address, .. } => format!("memory of PCI function {address}"),
         BackendSpec::Vulkan(spec) => format!("memory of the Vulkan GPU {}", spec.gpu),
+        BackendSpec::Cuda { gpu } => format!(
+            "pinned memory of the NVIDIA GPU {}",
+            gpu.as_deref().unwrap_or("that there is")
+        ),
     };
     match server {
         Ok(program) => output::say(&format!("dry run: would start {} serve", program.display())),

@@ -9,7 +9,7 @@ use std::fs;
 use std::path::Path;
 use std::time::Duration;
 
-use ublk_vram::backend::pci;
+use ublk_vram::backend::{cuda, pci};
 use ublk_vram::control::{Call, RunDir};
 use ublk_vram::device::StaticInfo;
 use ublk_vram::safety::{self, Root};
@@ -64,8 +64,11 @@ fn clean_up(device: &Device) -> Result<()> {
     if let Some(fixed) = &device.fixed {
         refuse_if_used(device, fixed)?;
         delete_disk(device, fixed)?;
-        if let (Some(address), "pci") = (fixed.gpu.as_deref(), fixed.backend.as_str()) {
-            pci::wipe_orphan(address, &Layout::new(fixed.size, Some(fixed.chunk_size))?)?;
+        let layout = || Layout::new(fixed.size, Some(fixed.chunk_size));
+        match (fixed.gpu.as_deref(), fixed.backend.as_str()) {
+            (Some(address), "pci") => pci::wipe_orphan(address, &layout()?)?,
+            (_, "cuda") => cuda::wipe_orphans(&layout()?)?,
+            _ => {}
         }
     }
     // An empty group that stays harms nobody.

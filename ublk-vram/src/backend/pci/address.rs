@@ -23,6 +23,21 @@ impl PciAddress {
     pub(super) fn is_on_root_bus(&self) -> bool {
         self.domain == 0 && self.bus == 0
     }
+
+    /// The domain's number.
+    pub(super) fn domain(&self) -> u32 {
+        self.domain
+    }
+
+    /// The bus's number.
+    pub(super) fn bus(&self) -> u8 {
+        self.bus
+    }
+
+    /// Device and function in one byte, as PCI has them on the wire.
+    pub(super) fn devfn(&self) -> u8 {
+        self.device << 3 | self.function
+    }
 }
 
 impl FromStr for PciAddress {

@@ -4,9 +4,12 @@
 //!
 //! | attribute | set to | why |
 //! | --- | --- | --- |
-//! | `driver_override` | a name that no driver has | a driver that bound itself later would reset the memory; and as soon as any driver claims the region, even if it then gives up, the kernel takes our mapping away (`revoke_iomem`), and the next copy ends in SIGBUS |
+//! | `driver_override` | a name that no driver has, or that of our kernel module | a driver that bound itself later would reset the memory; and as soon as any driver claims the region, even if it then gives up, the kernel takes our mapping away (`revoke_iomem`), and the next copy ends in SIGBUS |
 //! | `power/control` | `on` | a function without a driver that may sleep loses its memory when the bridge above it powers down |
 //! | `enable` | `1`, if it was 0 | address decoding of the function and of all bridges above it |
+//!
+//! Where the kernel module is loaded the function is bound to it, which enables it, and the BAR becomes
+//! a region of the module's (`module.rs`).
 //!
 //! A server that is killed leaves them as they are. The next claim of the function takes them over;
 //! by hand, `echo > driver_override` lets drivers in again.
@@ -19,6 +22,7 @@ use std::path::{Path, PathBuf};
 
 use super::function::driver_of;
 use super::lock::BarLock;
+use super::module::{self, ModuleRegion};
 use super::obstacles::text;
 use super::{Bar, PciAddress, PciFunction, probe};
 use crate::control::RunDir;
@@ -26,8 +30,8 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::size::human;
 use crate::store::Layout;
 
-/// What stands in `driver_override` while a claim lasts.
-const OVERRIDE: &str = "ublk-vram";
+/// What stands in `driver_override` while a claim lasts: the kernel module's driver, or nobody's.
+const OVERRIDE: &str = crate::kmod::DRIVER;
 /// How `driver_override` shows that nothing is set.
 const NO_OVERRIDE: &str = "(null)";
 /// Bit 1 of the command register: the function answers to memory addresses (PCI 3.0, 6.2.2).
@@ -41,8 +45,11 @@ pub struct PciMemory {
     bar: Bar,
     vendor: u16,
     dir: PathBuf,
-    /// `resourceN_wc` or `resourceN`: whoever has the descriptor can map the BAR.
+    /// `resourceN_wc` or `resourceN`, or the kernel module's node: whoever has the descriptor can map
+    /// the BAR.
     resource: File,
+    /// The BAR's region in the kernel module, where that is loaded.
+    region: Option<Box<ModuleRegion>>,
     write_combined: bool,
     /// What to set back, in the order it was changed.
     changed: Vec<Setting>,
@@ -103,12 +110,21 @@ impl PciMemory {
         let bar = function.usable(bar)?.clone();
         check_size(function.address, &bar, layout)?;
         let lock = BarLock::take(run_dir, function.address, bar.index)?;
+        let through_module = module::is_there(root);
+        // The standard library opens every file with O_CLOEXEC. Under the module's hands this one is
+        // replaced before anything is mapped.
         let suffix = if bar.has_wc { "_wc" } else { "" };
-        let path = function.dir.join(format!("resource{}{suffix}", bar.index));
-        // The standard library opens every file with O_CLOEXEC.
+        let (path, write) = if through_module {
+            (function.dir.join("config"), false)
+        } else {
+            (
+                function.dir.join(format!("resource{}{suffix}", bar.index)),
+                true,
+            )
+        };
         let resource = OpenOptions::new()
             .read(true)
-            .write(true)
+            .write(write)
             .open(&path)
             .map_err(|error| Error::os(format!("cannot open {}", path.display()), error))?;
         let mut memory = PciMemory {
@@ -118,19 +134,31 @@ impl PciMemory {
             vendor: function.vendor,
             dir: function.dir,
             resource,
+            region: None,
             changed: Vec::new(),
             lock,
         };
         // An error from here on drops `memory`, which sets everything back.
-        memory.take_over()?;
+        memory.take_over(through_module)?;
+        if through_module {
+            let region = ModuleRegion::claim(memory.address, &memory.bar)?;
+            memory.write_combined = region.is_write_combined();
+            memory.resource = region.file()?;
+            memory.region = Some(Box::new(region));
+        }
         memory.check_present()?;
         probe::check(&memory, layout.total_bytes())?;
         Ok(memory)
     }
 
-    /// Keeps drivers away, and wakes the function up.
-    fn take_over(&mut self) -> Result<()> {
+    /// Keeps drivers away, or all but the kernel module's, and wakes the function up.
+    fn take_over(&mut self, through_module: bool) -> Result<()> {
         self.change("driver_override", OVERRIDE, |_| true)?;
+        if through_module {
+            // It enables the function, and keeps it awake.
+            module::bind(&self.dir, self.address)?;
+            return self.change("power/control", "on", |_| true);
+        }
         // A driver that bound itself before the override stood is the last one that can.
         if let Some(driver) = driver_of(&self.dir) {
             return Err(Error::new(
@@ -229,6 +257,16 @@ impl PciMemory {
         self.resource.as_fd()
     }
 
+    /// Where the BAR begins for mmap of [`PciMemory::resource`].
+    pub fn map_offset(&self) -> u64 {
+        self.region().map_or(0, ModuleRegion::offset)
+    }
+
+    /// The way through the kernel module, if that is the way.
+    pub(super) fn region(&self) -> Option<&ModuleRegion> {
+        self.region.as_deref()
+    }
+
     /// Checks that the BAR holds the chunks of `layout`.
     pub(super) fn check_size(&self, layout: &Layout) -> Result<()> {
         check_size(self.address, &self.bar, layout)
@@ -268,6 +306,12 @@ impl PciMemory {
         // Another server that uses another BAR of this function needs it awake: the settings stay.
         let keep = self.lock.function_is_shared();
         let mut result = Ok(());
+        if let Some(region) = self.region.take() {
+            result = region.release();
+            if !keep && let Err(error) = module::unbind(&self.dir, self.address) {
+                result = result.and(Err(error));
+            }
+        }
         while let Some(Setting { path, before }) = self.changed.pop() {
             if keep {
                 continue;
@@ -297,7 +341,7 @@ impl Drop for PciMemory {
     }
 }
 
-fn write_attribute(path: &Path, value: &str) -> Result<()> {
+pub(super) fn write_attribute(path: &Path, value: &str) -> Result<()> {
     fs::write(path, value).map_err(|error| {
         Error::os(
             format!("cannot write '{}' to {}", value.trim(), path.display()),

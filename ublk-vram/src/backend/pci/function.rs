@@ -10,8 +10,10 @@ use std::path::{Path, PathBuf};
 use serde::Serialize;
 
 use super::PciAddress;
+use super::module;
 use super::obstacles::{self, text};
 use crate::error::{Error, ErrorKind, Result};
+use crate::kmod::DRIVER;
 use crate::size::human;
 
 /// Bits of the third column of `resource` (include/linux/ioport.h).
@@ -48,6 +50,9 @@ pub struct PciFunction {
     pub console: Option<String>,
     /// The kernel's lockdown mode, if one is in force.
     pub lockdown: Option<String>,
+    /// The kernel module is loaded, whose mappings lockdown does not forbid.
+    #[serde(skip)]
+    pub(super) has_module: bool,
     /// Its directory in sysfs.
     #[serde(skip)]
     pub(super) dir: PathBuf,
@@ -129,6 +134,7 @@ impl PciFunction {
             bars,
             console: obstacles::console(root, &dir, address, boot_vga),
             lockdown: obstacles::lockdown(root),
+            has_module: module::is_there(root),
             dir,
         })
     }
@@ -146,7 +152,9 @@ impl PciFunction {
     pub fn usable(&self, bar: Option<u8>) -> std::result::Result<&Bar, Error> {
         let address = self.address;
         self.check_hardware()?;
-        if let Some(driver) = &self.driver {
+        // What is bound to our kernel module, or claimed by it, was given to us; whether somebody uses
+        // it the claim finds out.
+        if let Some(driver) = self.driver.as_deref().filter(|name| *name != DRIVER) {
             return Err(Error::new(
                 ErrorKind::Busy,
                 format!(
@@ -169,16 +177,18 @@ impl PciFunction {
                 ),
             ));
         }
-        if let Some(mode) = &self.lockdown {
+        if let Some(mode) = &self.lockdown
+            && !self.has_module
+        {
             return Err(Error::new(
                 ErrorKind::Permission,
                 format!(
-                    "kernel lockdown ({mode}) forbids the mapping of PCI memory: switch Secure Boot \
-                     off, or use a backend that goes through a driver"
+                    "kernel lockdown ({mode}) forbids the mapping of PCI memory: load the signed kernel \
+                     module ublk_vram, switch Secure Boot off, or use a backend that goes through a driver"
                 ),
             ));
         }
-        if let Some(name) = &bar.claimed_by {
+        if let Some(name) = bar.claimed_by.as_deref().filter(|name| *name != DRIVER) {
             return Err(claimed(bar.index, address, name));
         }
         Ok(bar)

@@ -13,7 +13,10 @@
 //!
 //! What it may not do: touch the function's registers, or any BAR but the one claimed.
 //!
-//! A function that is removed in sysfs, or whose link fails, leaves the mapping in place: reads of it
+//! Where the kernel module is loaded everything goes through it instead of sysfs: the
+//! memory is then taken away, with SIGBUS, the moment the function goes.
+//!
+//! Without it, a function that is removed in sysfs, or whose link fails, leaves the mapping in place: reads of it
 //! give all ones and writes go nowhere, without a signal. [`PciMemory::present`] tells.
 
 mod address;
@@ -22,6 +25,7 @@ mod claim;
 mod fixture;
 mod function;
 mod lock;
+mod module;
 mod obstacles;
 mod orphan;
 mod probe;
@@ -64,13 +68,17 @@ impl PciMemory {
                 ),
             )
         })?;
-        let mapping = SharedMapping::at(self.resource(), 0, total)
-            .map_err(|error| self.map_refused(&error))?;
+        let mapping = match self.region() {
+            Some(region) => region.map(total)?.into_shared(),
+            None => SharedMapping::at(self.resource(), 0, total)
+                .map_err(|error| self.map_refused(&error))?,
+        };
         Ok(PciBackend {
             chunks: carve(mapping, layout)?,
             routines: CopyRoutines::best(),
             address: self.address(),
             write_combined: self.is_write_combined(),
+            through_module: self.region().is_some(),
         })
     }
 }
@@ -108,6 +116,7 @@ pub struct PciBackend {
     routines: CopyRoutines,
     address: PciAddress,
     write_combined: bool,
+    through_module: bool,
 }
 
 impl Backend for PciBackend {
@@ -125,7 +134,12 @@ impl Backend for PciBackend {
         } else {
             "uncached: slow"
         };
-        format!("{}, {kind}", self.routines.isa())
+        let way = if self.through_module {
+            ", kernel module"
+        } else {
+            ""
+        };
+        format!("{}, {kind}{way}", self.routines.isa())
     }
 
     fn chunks(&self) -> &[ChunkMemory] {

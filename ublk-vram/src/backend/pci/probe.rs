@@ -43,7 +43,8 @@ pub(super) fn check(memory: &PciMemory, bytes: u64) -> Result<()> {
     let pages = offsets(bytes, page_size)
         .into_iter()
         .map(|offset| {
-            let mapping = SharedMapping::at(memory.resource(), offset, page_size as usize)
+            let offset_in_file = memory.map_offset().saturating_add(offset);
+            let mapping = SharedMapping::at(memory.resource(), offset_in_file, page_size as usize)
                 .map_err(|error| memory.map_refused(&error))?;
             Ok(Page { offset, mapping })
         })

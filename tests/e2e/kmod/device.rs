@@ -1,0 +1,213 @@
+//! Block devices whose memory is a region of the module's.
+
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+use vmrig::{Kernel, workspace};
+
+use super::Machine;
+
+/// The number of regions, with nobody at the node but who asks.
+fn regions(machine: &Machine) -> Result<String> {
+    machine.must("vramtest kmod count")
+}
+
+pub fn device(kernel: &Kernel) -> Result<()> {
+    let machine = Machine::boot(kernel, "kmod-device", 128, |vm| {
+        vm.memory(768).tools(&["fio"])
+    })?;
+    let address = machine.pci_address(0);
+    let check = machine.sh("vramctl check")?;
+    ensure!(
+        check.stdout.contains("ublk_vram is loaded, 0 regions"),
+        "{check}"
+    );
+    // The suite that every backend passes.
+    let spec = format!(
+        r#"{{"name":"c","size":"max","backend":{{"kind":"pci","address":"{address}"}},"chunk":33554432}}"#
+    );
+    let report = machine.must_within(&format!("echo '{spec}' | ublk-vram conformance"), 120)?;
+    ensure!(report.contains("kernel module"), "{report}");
+    machine.nothing_left()?;
+
+    let path = machine.add(
+        "d",
+        &format!("{} --size max --io-memory 8M", machine.gpu(0)),
+    )?;
+    let copy = machine.show("d")?["copy"].clone();
+    let copy = copy.as_str().unwrap_or_default();
+    ensure!(copy.contains("write-combined, kernel module"), "{copy}");
+    let list = machine.must("vramctl list --json")?;
+    ensure!(list.contains("kernel module"), "{list}");
+    ensure!(regions(&machine)? == "1", "one region");
+    machine.server_is_protected("d")?;
+    machine.must_within(
+        &format!(
+            "fio --name=x --filename={path} --direct=1 --ioengine=io_uring --iodepth=16 --rw=randwrite \
+             --bsrange=4k-64k --size=48M --verify=crc32c --verify_fatal=1 --thread --output-format=terse"
+        ),
+        200,
+    )?;
+    machine.refused("rmmod ublk_vram", 1, &[])?;
+    machine.refused(
+        &format!("vramctl add e {} --size max", machine.gpu(0)),
+        1,
+        &["in use"],
+    )?;
+    machine.must("vramctl remove d")?;
+    machine.nothing_left()?;
+    ensure!(regions(&machine)? == "0", "the region went with its device");
+    let bound = machine.must(&format!(
+        "ls -d /sys/bus/pci/devices/{address}/driver; true"
+    ))?;
+    ensure!(bound.is_empty(), "the function is still bound");
+
+    // Every process is killed: the region and its bytes stay, and whoever cleans up finds them.
+    let path = machine.add(
+        "d",
+        &format!("{} --size max --io-memory 8M", machine.gpu(0)),
+    )?;
+    machine.must(&format!(
+        "dd if=/dev/urandom of={path} bs=1M count=4 oflag=direct 2>/dev/null"
+    ))?;
+    let pid = machine.show("d")?["pid"].as_i64().context("no pid")?;
+    machine.must_within(
+        &format!("kill -9 {pid}; while [ -d /proc/{pid} ]; do sleep 0.1; done; sleep 1"),
+        30,
+    )?;
+    ensure!(
+        regions(&machine)? == "1",
+        "a sticky region outlives its server"
+    );
+    let used = std::fs::read(&machine.bar_file)?;
+    ensure!(
+        used[..4 << 20].iter().any(|byte| *byte != 0),
+        "and so do its bytes"
+    );
+    machine.must_within("vramctl remove d --force", 60)?;
+    ensure!(regions(&machine)? == "0", "clean-up ends the region");
+    let wiped = std::fs::read(&machine.bar_file)?;
+    ensure!(
+        wiped.iter().all(|byte| *byte == 0),
+        "clean-up wipes the memory"
+    );
+    machine.end(false)
+}
+
+/// The CUDA library, which no guest has: a stub that hands out what the mock driver pins.
+fn cuda_stub() -> Result<Vec<u8>> {
+    let dir = tempfile::tempdir()?;
+    let library = dir.path().join("libcuda.so.1");
+    let source = workspace::root().join("tests/fixtures/cuda_stub.c");
+    let status = Command::new("cc")
+        .args(["-shared", "-fPIC", "-O1", "-w", "-o"])
+        .args([&library, &source])
+        .status()
+        .context("cannot run cc")?;
+    ensure!(status.success(), "cannot compile {}", source.display());
+    Ok(std::fs::read(library)?)
+}
+
+pub fn cuda(kernel: &Kernel) -> Result<()> {
+    let stub = cuda_stub()?;
+    let machine = Machine::boot(kernel, "kmod-cuda", 128, |vm| {
+        vm.memory(768).tools(&["fio"])
+    })?;
+    let add = "vramctl add d --backend cuda --size 96M --io-memory 8M";
+    machine.refused(add, 1, &["no CUDA driver"])?;
+    machine.write_file("/usr/lib/libcuda.so.1", 0o755, &stub)?;
+    machine.refused(add, 1, &["cannot pin", "open kernel module"])?;
+    machine.load_mock()?;
+    machine.refused(
+        "vramctl add d --backend cuda --gpu 0000:00:04.0 --size 96M",
+        3,
+        &["CUDA knows no GPU at 0000:00:04.0"],
+    )?;
+    machine.refused(
+        "vramctl add d --backend cuda --size 120M --io-memory 8M",
+        1,
+        &["does not fit"],
+    )?;
+    let spec = r#"{"name":"c","size":"max","backend":{"kind":"cuda","gpu":null},"chunk":33554432}"#;
+    let report = machine.must_within(&format!("echo '{spec}' | ublk-vram conformance"), 120)?;
+    ensure!(report.contains("kernel module"), "{report}");
+
+    let path = machine.add(
+        "d",
+        "--backend cuda --gpu 0000:00:05.0 --size 96M --io-memory 8M",
+    )?;
+    let show = machine.show("d")?;
+    ensure!(
+        show["backend"] == "cuda" && show["gpu"] == "0000:00:05.0",
+        "{show}"
+    );
+    ensure!(regions(&machine)? == "1", "one region");
+    machine.server_is_protected("d")?;
+    // The server links no GPU library; only the maker had it.
+    let pid = show["pid"].as_i64().context("no pid")?;
+    machine.must(&format!("! grep -q libcuda /proc/{pid}/maps"))?;
+    machine.must_within(
+        &format!(
+            "fio --name=x --filename={path} --direct=1 --ioengine=io_uring --iodepth=16 --rw=randwrite \
+             --bsrange=4k-64k --size=48M --verify=crc32c --verify_fatal=1 --thread --output-format=terse"
+        ),
+        200,
+    )?;
+    machine.refused("rmmod nvidia_mock", 1, &[])?;
+    machine.must("vramctl remove d")?;
+    machine.nothing_left()?;
+    ensure!(regions(&machine)? == "0", "the region went with its device");
+
+    // Killed: what is left is found and wiped.
+    let path = machine.add("d", "--backend cuda --size 96M --io-memory 8M")?;
+    machine.must(&format!(
+        "dd if=/dev/urandom of={path} bs=1M count=4 oflag=direct 2>/dev/null"
+    ))?;
+    let pid = machine.show("d")?["pid"].as_i64().context("no pid")?;
+    machine.must_within(
+        &format!("kill -9 {pid}; while [ -d /proc/{pid} ]; do sleep 0.1; done; sleep 1"),
+        30,
+    )?;
+    ensure!(
+        regions(&machine)? == "1",
+        "a sticky region outlives its server"
+    );
+    machine.must_within("vramctl remove d --force", 60)?;
+    ensure!(regions(&machine)? == "0", "clean-up ends the region");
+    // The mock's pages lie back to front: the device had the last ones of the BAR.
+    let file = std::fs::read(&machine.gpu_file)?;
+    let wiped = &file[file.len() - (96 << 20)..];
+    ensure!(
+        wiped.iter().all(|byte| *byte == 0),
+        "clean-up wipes the memory"
+    );
+    machine.end(true)
+}
+
+pub fn swap_storm(kernel: &Kernel) -> Result<()> {
+    let machine = Machine::boot(kernel, "kmod-storm", 512, |vm| vm.memory(384))?;
+    let path = machine.add(
+        "swap0",
+        &format!("{} --size max --io-memory 8M", machine.gpu(0)),
+    )?;
+    ensure!(regions(&machine)? == "1", "the device is not on the module");
+    machine.must("vramctl swap on swap0")?;
+    machine.server_is_protected("swap0")?;
+    machine.must("echo 0 > /proc/sys/vm/compact_unevictable_allowed")?;
+    let faults = machine.queue_faults("swap0")?;
+    let filled = machine.must_within("vramtest hog --mib 400", 400)?;
+    let report: Value = serde_json::from_str(&filled).context("hog's report")?;
+    ensure!(report["bad"] == 0, "{filled}");
+    ensure!(machine.vmstat("pswpout")? > 10_000, "no storm");
+    // The mapping was populated once and for all.
+    let now = machine.queue_faults("swap0")?;
+    ensure!(
+        now == faults,
+        "queue threads took page faults: {faults:?} -> {now:?}"
+    );
+    machine.must_within(&format!("swapoff {path}"), 200)?;
+    machine.must_within("vramctl remove swap0", 60)?;
+    machine.nothing_left()?;
+    machine.end(false)
+}

@@ -1,0 +1,224 @@
+//! Memory of an NVIDIA GPU, allocated with CUDA and pinned by the kernel module.
+//!
+//! Why: beyond what Vulkan maps (half of an H200), as far as BAR1 reaches; write-combined, pinned, and
+//! nobody's: the server links no GPU library, and the memory outlives every process. It needs the kernel
+//! module and NVIDIA's open driver.
+//!
+//! A short-lived process allocates, makes a sticky region, and exits. From then on the region is like
+//! that of a BAR: [`CudaMemory`] has it attached exclusively, and whoever has the descriptor maps it.
+
+mod driver;
+mod maker;
+
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use maker::{GPU_PAGE, Order};
+pub use maker::{SUBCOMMAND, main as maker_main};
+
+use super::mapped::MappedQueue;
+use super::{Backend, BackendQueue, ChunkMemory, Mapping, QueueId};
+use crate::copy::CopyRoutines;
+use crate::error::{Error, ErrorKind, Result};
+use crate::kmod::{NODE, Node, RegionMapping, abi};
+use crate::store::{Layout, zero_and_check};
+
+/// Of the free memory, so much is left to others: contexts and page tables of the next program.
+const RESERVE: u64 = 1 << 30;
+
+/// A region of pinned GPU memory. It ends when this is dropped; the backend that it opened must be gone
+/// by then.
+#[derive(Debug)]
+pub struct CudaMemory {
+    node: Node,
+    region: abi::Region,
+    gpu: String,
+}
+
+fn node() -> Result<Node> {
+    Node::open().map_err(|error| match error.raw_os_error() {
+        Some(libc::ENOENT) => Error::new(
+            ErrorKind::Unsupported,
+            "the cuda backend needs the kernel module ublk_vram, which is not loaded: `modprobe \
+             ublk_vram`, or use --backend vulkan",
+        ),
+        _ => Error::os(format!("cannot open {NODE}"), error),
+    })
+}
+
+/// Bytes a device may take on the GPU at that PCI address, or on the only one; how much of it BAR1
+/// reaches only pinning shows.
+///
+/// # Errors
+/// Why there is none: no module, no driver, no such GPU.
+pub fn available(gpu: Option<&str>) -> Result<u64> {
+    node()?;
+    let order = Order {
+        gpu: gpu.map(str::to_owned),
+        bytes: 0,
+    };
+    let free = maker::order(&order)?.free;
+    // A small GPU keeps an eighth: a reserve of all it has would be no use.
+    Ok(free - RESERVE.min(free / 8))
+}
+
+impl CudaMemory {
+    /// Allocates and pins the memory of a device of `layout`.
+    ///
+    /// # Errors
+    /// As [`available`], and [`ErrorKind::NoSpace`] if GPU or BAR1 have no room for it.
+    pub fn create(gpu: Option<&str>, layout: &Layout) -> Result<CudaMemory> {
+        let node = node()?;
+        let order = Order {
+            gpu: gpu.map(str::to_owned),
+            bytes: layout.total_bytes().next_multiple_of(GPU_PAGE),
+        };
+        let made = maker::order(&order)?;
+        CudaMemory::attach(node, made.id, made.gpu)
+    }
+
+    fn attach(node: Node, id: u32, gpu: String) -> Result<CudaMemory> {
+        let region = node.attach(id, true).and_then(|()| node.stat(id));
+        let region = region.map_err(|error| {
+            let _ = node.destroy(id);
+            Error::os(
+                format!("cannot attach region {id} of the kernel module"),
+                error,
+            )
+        })?;
+        Ok(CudaMemory { node, region, gpu })
+    }
+
+    /// Maps the chunks of `layout`, one after the other from the region's first byte.
+    ///
+    /// # Errors
+    /// [`ErrorKind::NoSpace`] if `layout` does not fit; else as the kernel has them.
+    pub fn open(&self, layout: &Layout) -> Result<CudaBackend> {
+        let total = layout.total_bytes();
+        if total > self.region.size {
+            return Err(Error::new(
+                ErrorKind::NoSpace,
+                format!(
+                    "a device of {total} bytes does not fit a region of {}",
+                    self.region.size
+                ),
+            ));
+        }
+        let len = usize::try_from(total).unwrap_or(usize::MAX);
+        let mapping = RegionMapping::new(&self.node, &self.region, 0, len)
+            .map_err(|error| Error::os("cannot map a region of the kernel module", error))?;
+        mapping.populate();
+        Ok(CudaBackend {
+            chunks: carve(mapping, layout)?,
+            routines: CopyRoutines::best(),
+            gpu: self.gpu.clone(),
+            write_combined: self.region.mode == abi::MODE_WC,
+        })
+    }
+}
+
+impl Drop for CudaMemory {
+    fn drop(&mut self) {
+        // There is nobody to tell; a region that stays is listed, and `wipe_orphan` finds it.
+        let _ = self.node.detach();
+        let _ = self.node.destroy(self.region.id);
+    }
+}
+
+/// Cuts the mapping into the chunks of `layout`; the last of them unmaps it.
+fn carve(mapping: RegionMapping, layout: &Layout) -> Result<Vec<ChunkMemory>> {
+    let base = mapping.as_ptr();
+    let owner = Arc::new(mapping);
+    let mut offset = 0usize;
+    (0..layout.chunks())
+        .map(|index| {
+            let size = layout.chunk_bytes(index);
+            let len = usize::try_from(size).unwrap_or(usize::MAX);
+            let inside = offset
+                .checked_add(len)
+                .is_some_and(|end| end <= owner.len());
+            // SAFETY: the chunk lies inside the mapping.
+            let start = inside.then(|| unsafe { base.add(offset) });
+            let start = start
+                .and_then(NonNull::new)
+                .ok_or_else(|| Error::new(ErrorKind::Io, format!("chunk {index} is not mapped")))?;
+            offset += len;
+            // SAFETY: the owner keeps the range mapped until the last chunk drops it.
+            let mapping = unsafe { Mapping::new(start, len, Arc::<RegionMapping>::clone(&owner)) };
+            Ok(ChunkMemory {
+                size,
+                mapping: Some(mapping),
+            })
+        })
+        .collect()
+}
+
+/// Wipes and ends the regions that the dead server of a device of `layout` may have left: sticky ones
+/// of pinned memory, of that size, that nobody is attached to.
+///
+/// # Errors
+/// When one cannot be mapped or wiped; it stays.
+pub fn wipe_orphans(layout: &Layout) -> Result<()> {
+    let size = layout.total_bytes().next_multiple_of(GPU_PAGE);
+    let list = node()?
+        .list()
+        .map_err(|error| Error::os(format!("cannot list the regions of {NODE}"), error))?;
+    let wanted = abi::REGION_STICKY | abi::REGION_PERSISTENT;
+    for region in list {
+        if region.kind != abi::KIND_NVIDIA
+            || region.flags & wanted != wanted
+            || region.attached != 0
+            || region.size != size
+        {
+            continue;
+        }
+        let memory = CudaMemory::attach(node()?, region.id, String::new())?;
+        let backend = memory.open(layout)?;
+        zero_and_check(&backend)?;
+    }
+    Ok(())
+}
+
+/// The mapped region.
+pub struct CudaBackend {
+    chunks: Vec<ChunkMemory>,
+    routines: CopyRoutines,
+    gpu: String,
+    write_combined: bool,
+}
+
+impl Backend for CudaBackend {
+    fn kind(&self) -> &'static str {
+        "cuda"
+    }
+
+    fn gpu(&self) -> Option<String> {
+        Some(self.gpu.clone())
+    }
+
+    fn residency(&self) -> Option<&'static str> {
+        Some("pinned")
+    }
+
+    fn copy_path(&self) -> String {
+        let kind = if self.write_combined {
+            "write-combined"
+        } else {
+            "uncached: slow"
+        };
+        format!("{}, {kind}, kernel module", self.routines.isa())
+    }
+
+    fn chunks(&self) -> &[ChunkMemory] {
+        &self.chunks
+    }
+
+    fn open_queue(
+        &self,
+        _queue: QueueId,
+        copies: usize,
+        _memory: &Mapping,
+    ) -> Result<Box<dyn BackendQueue>> {
+        Ok(Box::new(MappedQueue::new(self.routines, copies)))
+    }
+}
