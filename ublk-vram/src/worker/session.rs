@@ -9,6 +9,7 @@ use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::PathBuf;
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
@@ -51,14 +52,19 @@ pub struct Session {
     pub shape: Shape,
     /// The device memory's handles.
     pub memory: MemoryHandles,
-    /// The counters (memfd).
-    state: OwnedFd,
-    /// The I/O buffers (memfd).
-    arena: OwnedFd,
+    /// The regions, in the order they were made: counters, I/O buffers, what a worker asked for.
+    regions: Mutex<Vec<Region>>,
     /// Where sockets and notes are.
     pub run_dir: RunDir,
     /// Held for the session's life: the name is taken. The last field, so the last to be dropped.
     _name: NameLock,
+}
+
+/// Memory under a name that outlives the worker.
+struct Region {
+    name: String,
+    bytes: usize,
+    fd: OwnedFd,
 }
 
 /// The lock of a device's name; its file goes with it.
@@ -87,8 +93,7 @@ impl Session {
         Ok(Session {
             uuid: random_uuid()?,
             generation: 1,
-            state: sized_memfd(c"ublk-vram-state", StatsTable::bytes(shape.queues))?,
-            arena: sized_memfd(c"ublk-vram-io", shape.arena_bytes())?,
+            regions: Mutex::default(),
             layout,
             shape,
             memory,
@@ -101,15 +106,48 @@ impl Session {
     /// Maps the counters.
     pub fn map_state(&self) -> Result<StatsTable> {
         let bytes = StatsTable::bytes(self.shape.queues);
-        StatsTable::new(
-            SharedMapping::new(self.state.as_fd(), bytes)?,
-            self.shape.queues,
-        )
+        StatsTable::new(self.shared_region("state", bytes)?, self.shape.queues)
     }
 
     /// Maps the I/O buffers.
     pub fn map_arena(&self) -> Result<SharedMapping> {
-        SharedMapping::new(self.arena.as_fd(), self.shape.arena_bytes())
+        self.shared_region("io", self.shape.arena_bytes())
+    }
+
+    /// Maps the region `name` of `bytes` bytes: memory that outlives the worker. The first worker
+    /// that asks finds zeroes; every later one what the last one left there. Asked for while the
+    /// device is made, before memory is locked: from then on every process of the server that
+    /// maps it has it in RAM.
+    ///
+    /// A worker can die between any two stores: whoever keeps something here that spans more than
+    /// one atomic word says itself which of its states are valid.
+    ///
+    /// # Errors
+    /// [`ErrorKind::NoSpace`] if there is no memory for it; [`ErrorKind::Io`] if a region of that
+    /// name has another size.
+    pub fn shared_region(&self, name: &str, bytes: usize) -> Result<SharedMapping> {
+        let mut regions = self.regions.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(region) = regions.iter().find(|region| region.name == name) {
+            if region.bytes != bytes {
+                return Err(Error::new(
+                    ErrorKind::Io,
+                    format!(
+                        "the region '{name}' has {} bytes and {bytes} are wanted: it was made by \
+                         another version of the program",
+                        region.bytes
+                    ),
+                ));
+            }
+            return SharedMapping::new(region.fd.as_fd(), bytes);
+        }
+        let fd = sized_memfd(&format!("ublk-vram-{name}"), bytes)?;
+        let mapping = SharedMapping::new(fd.as_fd(), bytes)?;
+        regions.push(Region {
+            name: name.to_owned(),
+            bytes,
+            fd,
+        });
+        Ok(mapping)
     }
 
     /// The UUID in its text form (RFC 9562, section 4).
@@ -231,7 +269,7 @@ fn refuse_high_cost(spec: &DeviceSpec, layout: &Layout, shape: &Shape) -> Result
     ))
 }
 
-fn sized_memfd(name: &std::ffi::CStr, bytes: usize) -> Result<OwnedFd> {
+fn sized_memfd(name: &str, bytes: usize) -> Result<OwnedFd> {
     let fd = memfd_create(name, MFdFlags::MFD_CLOEXEC)
         .map_err(|errno| Error::os("memfd_create", errno))?;
     let size = i64::try_from(bytes).unwrap_or(i64::MAX);
