@@ -9,6 +9,7 @@ mod faults;
 mod guest;
 mod io;
 mod lifecycle;
+mod recovery;
 mod refusals;
 mod remove;
 mod swap;
@@ -43,6 +44,7 @@ fn main() {
         faults::CASES,
         remove::CASES,
         lifecycle::CASES,
+        recovery::CASES,
         refusals::CASES,
     ]
     .concat();

@@ -2,6 +2,7 @@
 //! on the way takes all of it down again.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, SystemTime};
@@ -257,7 +258,9 @@ fn take_over(
 /// The lab's kill, as if from outside.
 fn crash(session: &Session, shared: &Shared, at: CrashPoint) {
     let wanted = session.spec.lab.crash.is_some_and(|crash| crash.at == at);
-    if wanted && shared.status.view().life.crashes_now() {
+    let life = &shared.status.view().life;
+    let takes_over = life.record().generation.load(Ordering::Relaxed) > 1;
+    if wanted && takes_over && life.crashes_now() {
         let _ = kill(Pid::this(), Signal::SIGKILL);
     }
 }
@@ -481,7 +484,7 @@ fn start_signal_thread(link: Link, events: Sender<Event>, shared: Arc<Shared>) -
         while let Ok(signal) = signals.wait() {
             tracing::info!("{signal}");
             let supervisor = &shared.status.view().life.record().supervisor;
-            if supervisor.load(std::sync::atomic::Ordering::Relaxed) != 0 {
+            if supervisor.load(Ordering::Relaxed) != 0 {
                 link.report(&Report::Terminate);
             } else if events.send(Event::Terminate).is_err() {
                 break;

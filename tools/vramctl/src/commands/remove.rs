@@ -19,7 +19,7 @@ use ublk_vram::{Error, ErrorKind, Result, ublk};
 use super::swap::off_if_on;
 use super::{call, dead, limit_for};
 use crate::args::RemoveArgs;
-use crate::devices::{Device, Devices, kernel_name, take_lock};
+use crate::devices::{Device, Devices, disk_is_there, kernel_name, take_lock};
 use crate::output;
 
 /// The driver's time for each command on an orphan.
@@ -62,7 +62,7 @@ fn clean_up(device: &Device) -> Result<()> {
     // Looked at again now that nobody else can change it.
     let device = &Devices::system()?.find(&device.name)?;
     if let Some(fixed) = &device.fixed {
-        if device.has_disk() {
+        if disk_is_there(fixed) {
             say_who_loses(fixed)?;
         } else {
             refuse_if_used(device, fixed)?;
