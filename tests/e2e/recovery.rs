@@ -100,21 +100,22 @@ fn kills_under_fio(kernel: &Kernel) -> Result<()> {
 
 fn kills_under_swap_storm(kernel: &Kernel) -> Result<()> {
     let guest = Guest::boot(kernel, "kills-storm", 512, |vm| {
-        vm.memory(448).panic_on_hung_task(Duration::from_secs(100))
+        vm.memory(384).panic_on_hung_task(Duration::from_secs(100))
     })?;
     let path = guest.add(
         "swap0",
-        &format!("{} --size max --io-memory 8M", guest.gpu(0)),
+        &format!("{} --size max --io-memory 8M --lab-fault", guest.gpu(0)),
     )?;
     guest.must("vramctl swap on swap0")?;
-    let hog = guest.spawn_sh("exec vramtest hog --mib 420 --rounds 3")?;
+    let hog = guest.spawn_sh("HOG_STOP=/tmp/stop exec vramtest hog --mib 330 --rounds 1000")?;
     guest.must_within(
         "until [ $(grep '^pswpout ' /proc/vmstat | cut -d' ' -f2) -gt 2000 ]; do sleep 0.5; done",
         120,
     )?;
-    let killed = guest.must_within("vramtest kill-worker swap0 --times 20 --whole", 500)?;
+    let killed = guest.must_within("vramtest kill-worker swap0 --times 20 --whole --hold", 500)?;
+    guest.must("touch /tmp/stop")?;
     let killed = report(&killed)?;
-    let filled = hog.wait(Duration::from_secs(500))?.ok()?.stdout;
+    let filled = hog.wait(Duration::from_secs(300))?.ok()?.stdout;
     let filled = report(filled.lines().last().unwrap_or_default())?;
     ensure!(filled["bad"] == 0, "{filled}");
     ensure!(number(&killed, "takeovers")? == 20, "{killed}");
