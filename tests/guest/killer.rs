@@ -25,12 +25,12 @@ pub struct Plan {
     pub pause: Duration,
 }
 
-fn call(name: &DeviceName, call: &Call) -> anyhow::Result<serde_json::Value> {
+pub fn call(name: &DeviceName, call: &Call) -> anyhow::Result<serde_json::Value> {
     let mut client = Client::connect(&RunDir::system().socket(name), LIMIT)?;
     Ok(client.call(call, LIMIT)?.into_result()?)
 }
 
-fn show(name: &DeviceName) -> anyhow::Result<DeviceInfo> {
+pub fn show(name: &DeviceName) -> anyhow::Result<DeviceInfo> {
     Ok(serde_json::from_value(call(name, &Call::Show {})?)?)
 }
 

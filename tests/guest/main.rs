@@ -5,6 +5,7 @@ mod edges;
 mod hog;
 mod killer;
 mod misc;
+mod soak;
 
 use std::path::PathBuf;
 
@@ -54,6 +55,19 @@ enum Command {
         #[arg(long, default_value_t = 0)]
         pause_ms: u64,
     },
+    /// Read, write and check a device while processes of its server are killed and copies fail.
+    Soak {
+        /// The device.
+        name: ublk_vram::device::DeviceName,
+        /// Its disk.
+        device: PathBuf,
+        /// How long.
+        #[arg(long)]
+        seconds: u64,
+        /// Decides what happens when.
+        #[arg(long)]
+        seed: u64,
+    },
     /// Open a file and hold it for some seconds.
     Hold {
         /// The file.
@@ -99,6 +113,12 @@ fn main() -> anyhow::Result<()> {
             whole,
             pause: std::time::Duration::from_millis(pause_ms),
         }),
+        Command::Soak {
+            name,
+            device,
+            seconds,
+            seed,
+        } => soak::run(&name, &device, seconds, seed),
         Command::Edges { device } => edges::run(&device),
         Command::Hold { path, seconds } => misc::hold(&path, seconds),
         Command::SwapLoop { device, seconds } => misc::swap_loop(&device, seconds),

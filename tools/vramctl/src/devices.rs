@@ -201,7 +201,7 @@ impl Devices {
 
 /// Whether the kernel has the disk that a note tells of.
 pub fn disk_is_there(fixed: &StaticInfo) -> bool {
-    let number = Root::default().read_text(&format!("/sys/block/{}/dev", kernel_name(fixed)));
+    let number = Root::default().read_text(format!("/sys/block/{}/dev", kernel_name(fixed)));
     number.is_ok_and(|number| number == format!("{}:{}", fixed.major, fixed.minor))
 }
 
