@@ -219,13 +219,15 @@ fn take_over(
     } = prepared;
     let size = session.layout.device_bytes();
     // It waits until the last worker is gone: nobody but us touches the memory from then on.
-    let taking = heir.begin(size, &session.shape)?;
+    let in_gap = &shared.status.view().life.record().in_gap;
+    let taking = heir.begin(size, &session.shape, in_gap)?;
     if let Err(error) = check_headers(session, &*backend, generation) {
         link.report(&Report::Lost(error.clone()));
         return Err(error);
     }
     write_headers(session, &*backend, generation)?;
     let queues = start_queues(seats, taking.target(), &events)?;
+    in_gap.store(0, Ordering::SeqCst);
     crash(session, shared, CrashPoint::BeforeEnd);
     let target = taking.end()?;
     crash(session, shared, CrashPoint::AfterEnd);
