@@ -129,7 +129,7 @@ fn start_control(
     let (serving, is_serving) = channel();
     std::thread::Builder::new()
         .name("control".to_owned())
-        .stack_size(512 << 10)
+        .stack_size(256 << 10)
         .spawn(move || {
             let ready = || {
                 // Whoever waited may have given up.

@@ -30,6 +30,9 @@ const ADD_LIMIT: Duration = Duration::from_secs(30);
 /// What a takeover allocates (messages, the device's object) is far less.
 const HEAP_RESERVE: usize = 512 << 10;
 
+/// Bytes of a thread's stack beside those of queues; all of it is locked memory.
+const STACK_BYTES: usize = 192 << 10;
+
 /// Memory, threads and rings of a worker that has no device yet.
 struct Prepared {
     backend: Box<dyn Backend>,
@@ -498,7 +501,7 @@ fn start_signal_thread(link: Link, events: Sender<Event>, shared: Arc<Shared>) -
 pub(super) fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> Result<()> {
     std::thread::Builder::new()
         .name(name.to_owned())
-        .stack_size(512 << 10)
+        .stack_size(STACK_BYTES)
         .spawn(work)
         .map(drop)
         .map_err(|error| Error::os(format!("cannot start the {name} thread"), error))
