@@ -273,6 +273,15 @@ fn all_killed(kernel: &Kernel) -> Result<()> {
     guest.must("sleep 1")?;
     ensure!(reader.try_wait()?.is_none(), "a request waits for a worker");
     guest.refused("vramctl remove d", 1, &["recover d", "--force"])?;
+    // Neither its name nor its memory is free.
+    let gpu = guest.gpu(0);
+    guest.refused(&format!("vramctl add d {gpu} {OPTIONS}"), 1, &["recover d"])?;
+    guest.refused(
+        &format!("vramctl add e {gpu} {OPTIONS}"),
+        1,
+        &["that of 'd'"],
+    )?;
+    wait_state(&guest, "orphan", 10)?;
     let back = guest.must_within("vramctl recover d", 90)?;
     ensure!(back == path, "{back}");
     reader.wait(Duration::from_secs(60))?.ok()?;

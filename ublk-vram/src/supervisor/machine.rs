@@ -321,6 +321,12 @@ impl Machine {
                     reply(slot, Err(Error::new(ErrorKind::Busy, error)));
                 }
             }
+            Call::Remove { force: true }
+                if state == DeviceState::Recovering && self.worker.is_none() =>
+            {
+                self.removals.push(slot);
+                self.end_disk("it was removed by force");
+            }
             _ if state == DeviceState::Stopping && matches!(call, Call::Remove { .. }) => {
                 self.removals.push(slot);
             }

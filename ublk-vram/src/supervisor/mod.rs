@@ -25,6 +25,7 @@ mod chores;
 mod desk;
 mod kept;
 mod machine;
+mod orphans;
 mod plan;
 mod start;
 mod takeover;
@@ -34,6 +35,7 @@ use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+pub use orphans::disk_is_there;
 pub use plan::{SUBCOMMAND as PLAN_SUBCOMMAND, main as plan_main};
 pub use start::{StartLine, StartPipe};
 
@@ -74,7 +76,13 @@ pub fn run(spec: DeviceSpec, mut start: StartPipe, warnings: Vec<String>) -> Res
 
 fn prepare(spec: DeviceSpec) -> Result<Machine> {
     let run_dir = RunDir::system();
-    let name = NameLock::take(&run_dir, &spec.name)?;
+    let mut name = NameLock::take(&run_dir, &spec.name)?;
+    // What an orphan left stays, the file of its name's lock included.
+    orphans::refuse_if_orphaned(&run_dir, &spec).inspect_err(|_| {
+        if run_dir.note(&spec.name).exists() {
+            name.disown();
+        }
+    })?;
     let (layout, shape) = plan::of(&spec)?;
     let memory = if MemoryHandles::needs_gpu_library(&spec.backend) {
         None

@@ -401,6 +401,8 @@ impl Machine {
     /// Ends a disk that no worker serves: whoever waits for it gets EIO.
     pub(super) fn end_disk(&mut self, why: &str) {
         self.takeover.fail_at = None;
+        self.takeover.deadline = None;
+        self.takeover.is_wanted = false;
         if self.takeover.was_wiped {
             let error = format!("the memory could not be wiped: {why}");
             self.end = Some(End::LeftBehind(Error::new(ErrorKind::Io, error)));
@@ -440,7 +442,12 @@ impl Machine {
                 tracing::error!("a takeover took too long: the worker is killed");
                 self.kill_worker();
             } else if self.takeover.is_wanted {
-                self.fail("no process that could take over became ready in time".to_owned());
+                // A process that is being started may wait for memory: giving up would not help it.
+                let why = "no process that can take over is ready yet; `remove --force` ends the device \
+                           with EIO for what waits";
+                tracing::error!("{why}");
+                self.set_state(DeviceState::Recovering, Some(why.to_owned()));
+                self.takeover.deadline = Some(now + TAKEOVER_LIMIT);
             }
         }
         if is_due(&self.takeover.fail_at) {
