@@ -85,7 +85,7 @@ fn vulkan(kernel: &Kernel) -> Result<()> {
         guest.must_within(&fio(&path, name, options), 200)?;
     }
     let shown = guest.show("v")?;
-    let costs = shown["paths"]["costs"].as_array();
+    let costs = shown["carried"]["costs"].as_array();
     let carried = |path: &str| -> u64 {
         let costs = costs.into_iter().flatten();
         let of_path = costs.filter(|cost| cost["path"] == path);

@@ -10,6 +10,7 @@ mod guest;
 mod io;
 mod kmod;
 mod lifecycle;
+mod recovery;
 mod refusals;
 mod remove;
 mod swap;
@@ -44,6 +45,7 @@ fn main() {
         faults::CASES,
         remove::CASES,
         lifecycle::CASES,
+        recovery::CASES,
         refusals::CASES,
         kmod::CASES,
     ]

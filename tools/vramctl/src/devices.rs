@@ -12,6 +12,7 @@ use ublk_vram::control::{Call, Client, RunDir};
 use ublk_vram::device::{DeviceInfo, DeviceName, DeviceState, StaticInfo};
 use ublk_vram::safety::Root;
 use ublk_vram::safety::{SwapEntry, read_swaps};
+use ublk_vram::supervisor::disk_is_there;
 use ublk_vram::{Error, ErrorKind, Result};
 
 /// How long a server may take to tell about itself: it answers from memory.
@@ -56,7 +57,15 @@ pub struct Device {
 impl Device {
     /// Whether its server is gone and left things behind.
     pub fn is_dead(&self) -> bool {
-        self.state == Seen::State(DeviceState::Dead)
+        matches!(
+            self.state,
+            Seen::State(DeviceState::Dead | DeviceState::Orphan)
+        )
+    }
+
+    /// Whether its disk is still there although its server is gone: requests wait for another one.
+    pub fn has_disk(&self) -> bool {
+        self.state == Seen::State(DeviceState::Orphan)
     }
 
     /// What does not change of a device that has a disk.
@@ -141,7 +150,15 @@ impl Devices {
             }
             Err(error) => match lock_state(&self.run_dir.lock(name)) {
                 LockState::Missing => return None,
-                LockState::Free => {}
+                LockState::Free => {
+                    if device.fixed.as_ref().is_some_and(disk_is_there) {
+                        device.state = Seen::State(DeviceState::Orphan);
+                        device.problem = Some(format!(
+                            "no process serves it and requests wait: `vramctl recover {name}`, or \
+                             `vramctl remove {name} --force`"
+                        ));
+                    }
+                }
                 LockState::Held => {
                     device.state = match error.kind {
                         // It said itself that it is being made, or it has no socket yet.

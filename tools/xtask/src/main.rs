@@ -11,6 +11,7 @@ mod deps;
 #[path = "../../../tests/guest/hog.rs"]
 mod hog;
 mod kmod;
+mod soak;
 mod test;
 mod vm;
 
@@ -33,6 +34,8 @@ enum Command {
     /// Build the kernel module for the kernel of the tests
     #[command(subcommand)]
     Kmod(kmod::Commands),
+    /// Mix I/O, kills and injected errors in a virtual machine and check every byte
+    Soak(soak::Arguments),
     /// Run all checks and tests, those on real kernels included
     Test(test::Arguments),
     /// Boot a virtual machine with this workspace's programs in it
@@ -54,6 +57,7 @@ fn main() -> ExitCode {
         Command::Bench(arguments) => bench::run(&arguments),
         Command::Demo(arguments) => demo::run(&arguments),
         Command::Kmod(command) => kmod::run(&command),
+        Command::Soak(arguments) => soak::run(&arguments),
         Command::Test(arguments) => test::run(&arguments),
         Command::Vm(arguments) => vm::run(&arguments),
         Command::Hog { mib, rounds } => hog::run(mib, rounds, false).map(|()| ExitCode::SUCCESS),

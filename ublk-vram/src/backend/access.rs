@@ -10,27 +10,36 @@ use crate::error::{Error, ErrorKind, Result};
 const LIMIT: Duration = Duration::from_secs(30);
 
 /// A queue of control's own, with memory for one copy.
-pub struct Access<'a> {
-    chunks: &'a [ChunkMemory],
+pub struct Access {
+    chunks: Vec<ChunkMemory>,
     /// `None` once a copy was given up.
     queue: Option<Box<dyn BackendQueue>>,
     memory: Mapping,
     done: Vec<Completion>,
 }
 
-impl<'a> Access<'a> {
+impl Access {
     /// Opens control's queue `number`; reads and writes are of `bytes` at most.
     ///
     /// # Errors
     /// As [`Backend::open_queue`].
-    pub fn open(backend: &'a dyn Backend, number: u16, bytes: usize) -> Result<Access<'a>> {
+    pub fn open(backend: &dyn Backend, number: u16, bytes: usize) -> Result<Access> {
         let memory = Mapping::anonymous(bytes)?;
         Ok(Access {
-            chunks: backend.chunks(),
-            queue: Some(backend.open_queue(QueueId::control(number), 1, &memory)?),
+            chunks: backend.chunks().to_vec(),
+            queue: Some(backend.open_queue(
+                QueueId::control(number),
+                1,
+                std::slice::from_ref(&memory),
+            )?),
             memory,
             done: Vec::with_capacity(1),
         })
+    }
+
+    /// The chunks.
+    pub fn chunks(&self) -> &[ChunkMemory] {
+        &self.chunks
     }
 
     /// Reads `len` bytes at `offset` of a chunk.

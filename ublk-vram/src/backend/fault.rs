@@ -1,4 +1,5 @@
-//! A layer that wraps any backend and fails, shortens, holds or delays chosen copies.
+//! A layer that wraps any backend and fails, shortens, holds or delays chosen copies, or panics in
+//! their place.
 //!
 //! Hardware does not hang or break on demand; this does, on real I/O paths. It is a laboratory's
 //! tool (`--lab-fault`): unlike everything else on the I/O path it takes a lock and allocates.
@@ -12,11 +13,14 @@ use std::time::{Duration, Instant};
 use nix::sys::time::TimeSpec;
 use nix::sys::timerfd::{ClockId, Expiration, TimerFd, TimerFlags, TimerSetTimeFlags};
 
-use super::{
-    Backend, BackendQueue, ChunkMemory, Completion, Copy, Direction, Mapping, PathsWatch, QueueId,
-};
+use super::{Backend, BackendQueue, ChunkMemory, Completion, Copy, Direction, Mapping, QueueId};
 use crate::control::{FaultAction, FaultRule};
+use crate::device::{PathCounters, PathsInfo};
 use crate::error::{Error, Result};
+
+/// Set in the id of a copy of the layer's own, whose completion nobody waits for. Ids of others are
+/// far below: twice the depth of a queue.
+const SILENT: u32 = 1 << 31;
 
 /// The rules, shared by every queue and by control.
 #[derive(Default)]
@@ -115,7 +119,7 @@ impl Backend for FaultBackend {
         self.inner.chunks()
     }
 
-    fn paths(&self) -> Option<PathsWatch> {
+    fn paths(&self) -> Option<PathsInfo> {
         self.inner.paths()
     }
 
@@ -123,7 +127,7 @@ impl Backend for FaultBackend {
         &self,
         queue: QueueId,
         copies: usize,
-        memory: &Mapping,
+        memory: &[Mapping],
     ) -> Result<Box<dyn BackendQueue>> {
         if queue.is_control() {
             return self.inner.open_queue(queue, copies, memory);
@@ -141,6 +145,7 @@ impl Backend for FaultBackend {
             control: Arc::clone(&self.control),
             alarm,
             held: Vec::with_capacity(copies),
+            held_done: Vec::with_capacity(copies),
             delayed: Vec::with_capacity(copies),
             done: VecDeque::with_capacity(copies),
         }))
@@ -155,6 +160,7 @@ struct FaultQueue {
     alarm: Arc<TimerFd>,
     seen: u32,
     held: Vec<Pending>,
+    held_done: Vec<Completion>,
     delayed: Vec<(Instant, Pending)>,
     done: VecDeque<Completion>,
 }
@@ -190,6 +196,30 @@ impl BackendQueue for FaultQueue {
                 });
             }
             Some((FaultAction::Hold, _)) => self.held.push((*copy, chunk.clone())),
+            Some((FaultAction::HoldHalf, _)) => {
+                let half = Copy {
+                    len: copy.len / 2,
+                    id: copy.id | SILENT,
+                    ..*copy
+                };
+                // SAFETY: the caller's promise, for half of the bytes.
+                unsafe { self.inner.submit(&half, chunk) };
+                self.held.push((*copy, chunk.clone()));
+            }
+            Some((FaultAction::HoldDone, _)) => {
+                let silent = Copy {
+                    id: copy.id | SILENT,
+                    ..*copy
+                };
+                // SAFETY: the caller's promise is passed on.
+                unsafe { self.inner.submit(&silent, chunk) };
+                self.held_done.push(Completion {
+                    id: copy.id,
+                    result: Ok(copy.len),
+                });
+            }
+            #[expect(clippy::panic, reason = "it is what the rule asks for")]
+            Some((FaultAction::Panic, _)) => panic!("the fault layer was told to panic"),
             Some((FaultAction::Delay, ms)) => {
                 let due = Duration::from_millis(u64::from(ms));
                 self.delayed
@@ -212,6 +242,7 @@ impl BackendQueue for FaultQueue {
             for pending in held {
                 self.resume(pending);
             }
+            self.done.extend(self.held_done.drain(..));
         }
         let now = Instant::now();
         while let Some(at) = self.delayed.iter().position(|(due, _)| *due <= now) {
@@ -225,7 +256,13 @@ impl BackendQueue for FaultQueue {
                 arm(&self.alarm, Duration::ZERO);
             }
         }
+        let before = done.len();
         self.inner.poll(done);
+        let mut at = 0;
+        done.retain(|completion| {
+            at += 1;
+            at <= before || completion.id & SILENT == 0
+        });
         while done.len() < done.capacity() {
             match self.done.pop_front() {
                 Some(completion) => done.push(completion),
@@ -235,7 +272,15 @@ impl BackendQueue for FaultQueue {
     }
 
     fn in_flight(&self) -> usize {
-        self.inner.in_flight() + self.held.len() + self.delayed.len() + self.done.len()
+        self.inner.in_flight()
+            + self.held.len()
+            + self.held_done.len()
+            + self.delayed.len()
+            + self.done.len()
+    }
+
+    fn path_counters(&self) -> Option<PathCounters> {
+        self.inner.path_counters()
     }
 
     /// The inner queue's descriptor is not watched beside the timer: while it works, look again.

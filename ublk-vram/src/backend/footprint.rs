@@ -46,7 +46,13 @@ pub fn table(spec: &BackendSpec, layout: &Layout) -> Result<String> {
     let arena = Mapping::anonymous(IO_BYTES)?;
     step("I/O memory")?;
     let queues = (0..QUEUES)
-        .map(|queue| backend.open_queue(QueueId(queue), Engine::copies(DEPTH), &arena))
+        .map(|queue| {
+            backend.open_queue(
+                QueueId(queue),
+                Engine::copies(DEPTH),
+                std::slice::from_ref(&arena),
+            )
+        })
         .collect::<Result<Vec<_>>>()?;
     step("queues opened")?;
     let lock = |flags| {

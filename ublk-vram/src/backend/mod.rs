@@ -16,12 +16,14 @@
 //! while copies are in flight. Every copy completes exactly once.
 //! Every backend passes the one suite in [`conformance`].
 
-use std::os::fd::RawFd;
+use std::os::fd::{OwnedFd, RawFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use crate::device::{BackendSpec, PathsInfo};
-use crate::error::{Error, Result};
+use serde::{Deserialize, Serialize};
+
+use crate::device::{BackendSpec, DeviceSpec, PathCounters, PathsInfo};
+use crate::error::{Error, ErrorKind, Result};
 use crate::store::Layout;
 
 pub mod access;
@@ -206,9 +208,6 @@ impl ChunkMemory {
 /// A queue that moves bytes one way only, and the way's name.
 pub type PathQueue = (&'static str, Box<dyn BackendQueue>);
 
-/// Asks for the state of the copy paths.
-pub type PathsWatch = Arc<dyn Fn() -> PathsInfo + Send + Sync>;
-
 /// The control handle: the chunks of one device.
 pub trait Backend: Send + Sync {
     /// Its name in `list`: `host`, `pci`, `cuda`, `vulkan`.
@@ -232,7 +231,7 @@ pub trait Backend: Send + Sync {
     fn chunks(&self) -> &[ChunkMemory];
 
     /// The data handle for one queue thread that keeps up to `copies` copies in flight, whose memory
-    /// ends all lie in `memory`. All memory it will ever need is allocated here.
+    /// ends all lie in one of `memory`. All memory it will ever need is allocated here.
     ///
     /// # Errors
     /// That something it needs cannot be had.
@@ -240,7 +239,7 @@ pub trait Backend: Send + Sync {
         &self,
         queue: QueueId,
         copies: usize,
-        memory: &Mapping,
+        memory: &[Mapping],
     ) -> Result<Box<dyn BackendQueue>>;
 
     /// One queue for each copy path that is there, with its name, for a check that the paths see each
@@ -248,13 +247,12 @@ pub trait Backend: Send + Sync {
     ///
     /// # Errors
     /// As [`Backend::open_queue`].
-    fn open_paths(&self, _copies: usize, _memory: &Mapping) -> Result<Vec<PathQueue>> {
+    fn open_paths(&self, _copies: usize, _memory: &[Mapping]) -> Result<Vec<PathQueue>> {
         Ok(Vec::new())
     }
 
-    /// Tells what was measured of the copy paths, and how often each was taken; `None` where there is
-    /// one path only. It does not keep the backend alive.
-    fn paths(&self) -> Option<PathsWatch> {
+    /// What was measured of the copy paths; `None` where there is one path only.
+    fn paths(&self) -> Option<PathsInfo> {
         None
     }
 }
@@ -284,6 +282,11 @@ pub trait BackendQueue: Send {
         false
     }
 
+    /// What the copies took so far; `None` where there is one path only.
+    fn path_counters(&self) -> Option<PathCounters> {
+        None
+    }
+
     /// A non-blocking eventfd or timerfd that becomes readable when a copy completes while nobody
     /// polls; `None` for a backend whose copies complete in `submit`. Whoever waited on it reads its
     /// eight bytes before the next [`BackendQueue::poll`], and waits again after it, unless
@@ -291,6 +294,40 @@ pub trait BackendQueue: Send {
     fn completion_fd(&self) -> Option<RawFd> {
         None
     }
+}
+
+/// How memory that another process holds is mapped again; its descriptors go beside it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", tag = "kind")]
+pub enum MemoryDescription {
+    /// One memfd for each chunk.
+    Host {
+        /// How many.
+        chunks: u32,
+    },
+    /// The BAR's sysfs file, and the lock of the BAR.
+    Pci(pci::PciDescription),
+    /// One OPAQUE_FD for each chunk.
+    Vulkan(vulkan::VulkanDescription),
+}
+
+impl MemoryDescription {
+    /// How many descriptors go with it.
+    pub fn fds(&self) -> usize {
+        match self {
+            MemoryDescription::Host { chunks } => *chunks as usize,
+            MemoryDescription::Pci(_) => pci::PciDescription::FDS,
+            MemoryDescription::Vulkan(description) => description.chunks as usize,
+        }
+    }
+}
+
+/// Memory to be handed to another process.
+pub struct Exported {
+    /// How it is mapped again.
+    pub description: MemoryDescription,
+    /// What keeps it: [`MemoryDescription::fds`] of them.
+    pub fds: Vec<OwnedFd>,
 }
 
 /// What must outlive a worker so that another one can map the same memory again.
@@ -334,6 +371,85 @@ impl MemoryHandles {
             }
             BackendSpec::Vulkan(spec) => {
                 vulkan::VulkanMemory::create(spec, layout).map(MemoryHandles::Vulkan)
+            }
+        }
+    }
+
+    /// Whether the memory is made by the first worker, because making it needs a GPU's library. A
+    /// supervisor makes the rest, and every worker gets it in the same way.
+    pub fn needs_gpu_library(spec: &BackendSpec) -> bool {
+        matches!(spec, BackendSpec::Vulkan(_))
+    }
+
+    /// The memory as another process can be handed it.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] if this memory ends with the process that made it.
+    pub fn export(&self) -> Result<Exported> {
+        match self {
+            MemoryHandles::Host(memory) => memory.export(),
+            MemoryHandles::Pci(memory) => memory.export(),
+            MemoryHandles::Cuda(_) => Err(Error::new(
+                ErrorKind::Unsupported,
+                "memory of the CUDA backend does not survive its worker yet",
+            )),
+            MemoryHandles::Vulkan(memory) => memory.export(),
+        }
+    }
+
+    /// The memory that another process exported. What was changed for it (a claim) stays the
+    /// exporter's to set back.
+    ///
+    /// # Errors
+    /// Descriptors and description do not fit.
+    pub fn import(description: MemoryDescription, fds: Vec<OwnedFd>) -> Result<MemoryHandles> {
+        match description {
+            MemoryDescription::Host { .. } => {
+                Ok(MemoryHandles::Host(host::HostMemory::import(fds)))
+            }
+            MemoryDescription::Pci(description) => {
+                pci::PciMemory::import(description, fds).map(MemoryHandles::Pci)
+            }
+            MemoryDescription::Vulkan(description) => {
+                vulkan::VulkanMemory::import(description, fds).map(MemoryHandles::Vulkan)
+            }
+        }
+    }
+
+    /// Takes the place of an exporter that is gone: what was changed for imported memory is set back
+    /// when this is dropped.
+    pub fn own(&mut self) {
+        if let MemoryHandles::Pci(memory) = self {
+            memory.set_owner(true);
+        }
+    }
+
+    /// Leaves everything as it is when this is dropped.
+    pub fn disown(&mut self) {
+        if let MemoryHandles::Pci(memory) = self {
+            memory.set_owner(false);
+        }
+    }
+
+    /// Takes memory again that a device used until all of its processes were gone. Nothing is written
+    /// to it; whether it still holds the device's contents is for its headers to say.
+    ///
+    /// # Errors
+    /// [`ErrorKind::NotFound`] if such memory goes with its processes.
+    pub fn find_again(spec: &DeviceSpec, layout: &Layout) -> Result<MemoryHandles> {
+        match &spec.backend {
+            BackendSpec::Pci { address, bar } => {
+                pci::PciMemory::claim_again(address, *bar, layout).map(MemoryHandles::Pci)
+            }
+            BackendSpec::Host | BackendSpec::Cuda { .. } | BackendSpec::Vulkan(_) => {
+                Err(Error::new(
+                    ErrorKind::NotFound,
+                    format!(
+                        "the memory of '{}' went with its last process, and its contents with it: end it \
+                     with `vramctl remove {} --force`",
+                        spec.name, spec.name
+                    ),
+                ))
             }
         }
     }

@@ -4,6 +4,7 @@ use std::fs::{File, Metadata};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use nix::fcntl::{Flock, FlockArg};
 use serde::{Deserialize, Serialize};
 
 use crate::device::{DeviceInfo, DeviceName};
@@ -26,7 +27,18 @@ pub enum Call {
     /// Ends the device. Refused with [`ErrorKind::Busy`] while anybody uses it. The reply comes
     /// when the block device is gone and the memory is wiped.
     #[serde(rename = "io.github.ublk_vram.Remove")]
-    Remove {},
+    Remove {
+        /// End a device that failed although it is used: what waits for it gets EIO.
+        #[serde(default)]
+        force: bool,
+    },
+    /// Replaces the worker by a fresh one of the program as it is installed now. The reply comes when
+    /// the new one serves the disk; requests wait meanwhile, and none fails.
+    #[serde(rename = "io.github.ublk_vram.Restart")]
+    Restart {},
+    /// Tries again to bring a device back that failed, or whose supervisor is gone.
+    #[serde(rename = "io.github.ublk_vram.Recover")]
+    Recover {},
     /// Adds a rule to the fault layer (only with `--lab-fault`).
     #[serde(rename = "io.github.ublk_vram.Fault")]
     Fault {
@@ -53,6 +65,12 @@ pub enum FaultAction {
     Hold,
     /// The copy completes after `delay_ms`.
     Delay,
+    /// Half of the bytes are moved, then the copy is kept until `Release`.
+    HoldHalf,
+    /// The copy is done, and its completion kept until `Release`.
+    HoldDone,
+    /// The queue thread panics before the copy.
+    Panic,
 }
 
 /// Which copies, and what happens to them. The first rule that matches a copy is used.
@@ -141,6 +159,11 @@ impl RunDir {
         )
     }
 
+    /// Another directory, for tests.
+    pub fn at(path: &Path) -> RunDir {
+        RunDir(path.to_path_buf())
+    }
+
     /// The directory's path.
     pub fn path(&self) -> &Path {
         &self.0
@@ -156,12 +179,26 @@ impl RunDir {
         self.0.join(format!("{name}.lock"))
     }
 
+    /// Whether a process of a server holds the name, as far as it can be seen. The look itself takes
+    /// the lock for a moment, shared.
+    pub fn is_locked(&self, name: &DeviceName) -> bool {
+        let Ok(file) = File::open(self.lock(name)) else {
+            return false;
+        };
+        Flock::lock(file, FlockArg::LockSharedNonblock).is_err()
+    }
+
     /// Whether `path` still names the open file. A server that ends removes its lock's file while it
     /// holds it: a lock counts only on the file that is still there.
     pub fn is_still(file: &File, path: &Path) -> bool {
         let identity = |data: Metadata| (data.dev(), data.ino());
         let open = file.metadata().map(identity).ok();
         open.is_some() && open == std::fs::metadata(path).map(identity).ok()
+    }
+
+    /// What `recover` needs of a device whose processes are all gone (0600: only root reads it).
+    pub fn session(&self, name: &DeviceName) -> PathBuf {
+        self.0.join(format!("{name}.session"))
     }
 
     /// Where [`crate::device::StaticInfo`] is left for those who may not open the socket.

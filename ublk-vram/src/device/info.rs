@@ -45,8 +45,17 @@ pub struct StaticInfo {
     pub features: Vec<String>,
     /// How bytes move: the copy routines in use (`avx512`, ...).
     pub copy: String,
-    /// Process id of the server.
+    /// The copy paths and what they cost, where there is more than one; nothing carried yet.
+    #[serde(default)]
+    pub paths: Option<PathsInfo>,
+    /// Process id of the server: its supervisor, the one that SIGTERM is sent to.
     pub pid: i32,
+    /// Process id of the worker when this was written: the process that the driver knows.
+    #[serde(default)]
+    pub worker: i32,
+    /// Why the disk does not survive its worker; absent where it does.
+    #[serde(default)]
+    pub mortal: Option<String>,
     /// When the device went live, in seconds since 1970.
     pub since: u64,
 }
@@ -61,13 +70,16 @@ pub struct DeviceInfo {
     pub state: DeviceState,
     /// What the state waits for, or why the last drain failed.
     pub reason: Option<String>,
+    /// The processes of the server, and what they have lived through.
+    #[serde(default)]
+    pub server: ServerInfo,
     /// The server's memory.
     pub memory: MemoryInfo,
     /// Counters of each queue.
     pub queue: Vec<QueueInfo>,
-    /// The copy paths, where there is more than one.
+    /// The copy paths with what they have carried, where there is more than one.
     #[serde(default)]
-    pub paths: Option<PathsInfo>,
+    pub carried: Option<PathsInfo>,
 }
 
 /// The copy paths of a device that has more than one: what they cost, what is chosen, what was taken.
@@ -77,6 +89,51 @@ pub struct PathsInfo {
     pub costs: Vec<PathCost>,
     /// What is chosen for batches of some sizes, by the measurements of the start.
     pub choices: Vec<PathChoice>,
+}
+
+impl PathsInfo {
+    /// The same with what the queues have carried so far.
+    #[must_use]
+    pub fn with(mut self, queues: &[QueueInfo]) -> PathsInfo {
+        let is_late = queues.iter().any(|queue| queue.paths.gather_is_late);
+        for cost in &mut self.costs {
+            let direction = usize::from(cost.direction != "read");
+            let path = match cost.path.as_str() {
+                "dma" => 1,
+                "gather" => 2,
+                _ => 0,
+            };
+            let of = |table: &[[u64; 3]; 2]| {
+                let row = table.get(direction);
+                row.and_then(|row| row.get(path)).copied().unwrap_or(0)
+            };
+            let sum = |part: fn(&PathCounters) -> &[[u64; 3]; 2]| {
+                queues.iter().map(|queue| of(part(&queue.paths))).sum()
+            };
+            cost.copies = sum(|paths| &paths.copies);
+            cost.bytes = sum(|paths| &paths.bytes);
+            let slowdowns = queues.iter().map(|queue| of(&queue.paths.slowdown));
+            cost.slowdown = slowdowns.max().filter(|most| *most > 0).unwrap_or(1000) as f64 / 1e3;
+            if cost.avoided.is_none() && is_late && path == 2 {
+                cost.avoided = Some("others compute on the GPU".to_owned());
+            }
+        }
+        self
+    }
+}
+
+/// What the copies of one queue took. Tables are by direction (read, write) and path (bar, dma,
+/// gather).
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct PathCounters {
+    /// Copies.
+    pub copies: [[u64; 3]; 2],
+    /// Their bytes.
+    pub bytes: [[u64; 3]; 2],
+    /// Thousandths of the time that was measured at the start.
+    pub slowdown: [[u64; 3]; 2],
+    /// The shader was late, and has not proved itself since.
+    pub gather_is_late: bool,
 }
 
 /// One path in one direction.
@@ -117,7 +174,28 @@ pub struct PathChoice {
     pub expected: f64,
 }
 
-/// The server's own memory, from /proc/self/status, in bytes.
+/// The processes of a server. A process that is not there has the id 0.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ServerInfo {
+    /// Process id of the supervisor.
+    pub supervisor: i32,
+    /// Process id of the worker.
+    pub worker: i32,
+    /// Process id of the standby that is ready to take over.
+    pub standby: i32,
+    /// Which worker this is, counted from 1.
+    pub generation: u64,
+    /// How often a worker took over from one that died or was replaced.
+    pub takeovers: u64,
+    /// Microseconds from the sight of the last worker's death to the disk being served again.
+    pub last_pause_us: u64,
+    /// The longest of these.
+    pub longest_pause_us: u64,
+    /// How often a supervisor took over from one that died.
+    pub supervisors: u64,
+}
+
+/// The memory of the server's processes together, from /proc/PID/status, in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemoryInfo {
     /// Memory this device costs the host: locked and resident, without device memory it maps.
@@ -162,4 +240,10 @@ pub struct QueueInfo {
     pub most_in_flight: u64,
     /// Write requests the kernel marked as swap (UBLK_IO_F_SWAP).
     pub swap_writes: u64,
+    /// Which paths its copies took; shown with the paths' costs.
+    #[serde(skip)]
+    pub paths: PathCounters,
+    /// Requests that a worker had in hand when it died and that came again to the next one.
+    #[serde(default)]
+    pub reissued: u64,
 }

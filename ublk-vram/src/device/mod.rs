@@ -6,7 +6,10 @@ mod name;
 mod spec;
 mod state;
 
-pub use info::{DeviceInfo, MemoryInfo, PathChoice, PathCost, PathsInfo, QueueInfo, StaticInfo};
+pub use info::{
+    DeviceInfo, MemoryInfo, PathChoice, PathCost, PathCounters, PathsInfo, QueueInfo, ServerInfo,
+    StaticInfo,
+};
 pub use name::DeviceName;
-pub use spec::{BackendSpec, CopyPath, DeviceSpec, LabSpec, VulkanSpec};
+pub use spec::{BackendSpec, CopyPath, CrashPoint, DeviceSpec, LabCrash, LabSpec, VulkanSpec};
 pub use state::DeviceState;

@@ -37,6 +37,10 @@ pub struct DeviceSpec {
     /// quarter of its size in locked memory.
     #[serde(default)]
     pub allow_unsafe: bool,
+    /// Seconds after which a device that failed ends by itself, and what waits for it gets EIO;
+    /// absent: it waits for somebody to decide.
+    #[serde(default)]
+    pub fail_after: Option<u64>,
     /// Switches that only a laboratory needs.
     #[serde(default)]
     pub lab: LabSpec,
@@ -122,6 +126,32 @@ pub struct LabSpec {
     pub fault: bool,
     /// Pretend that the driver has no SAFE_STOP_DEV, to test the way older kernels are stopped.
     pub no_safe_stop: bool,
+    /// Make a device that dies with its worker, as every device did before there was recovery.
+    pub no_recovery: bool,
+    /// Kill workers that take over.
+    pub crash: Option<LabCrash>,
     /// Where the server's own log goes as well, for a run without a journal.
     pub log_file: Option<PathBuf>,
+}
+
+/// Where a worker that takes over is killed, and how many of them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct LabCrash {
+    /// Where.
+    pub at: CrashPoint,
+    /// How many.
+    pub count: u64,
+}
+
+/// A moment of a takeover.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum CrashPoint {
+    /// Half of the tags of a queue are fetched.
+    HalfFetched,
+    /// All are fetched, between START_USER_RECOVERY and END_USER_RECOVERY.
+    BeforeEnd,
+    /// The disk is live, and the supervisor has not been told yet.
+    AfterEnd,
 }

@@ -16,6 +16,7 @@ use serde::Serialize;
 
 use super::{Engine, Finished, Op, Request, StatsTable};
 use crate::backend::{Backend, Mapping, QueueId};
+use crate::device::{PathCounters, QueueInfo};
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::shared::SharedMapping;
 use crate::store::{ChunkTable, Layout};
@@ -94,6 +95,9 @@ pub struct Outcome {
     pub errors: u64,
     /// Pages that were not what was written.
     pub wrong: u64,
+    /// Which paths the copies took, where there is more than one; by direction and path.
+    #[serde(skip)]
+    pub paths: PathCounters,
 }
 
 /// A backend with what is known of its contents.
@@ -170,7 +174,9 @@ impl<'a> Bench<'a> {
         for number in 0..load.threads {
             let memory = Mapping::anonymous(usize::from(load.depth) * load.size as usize)?;
             let copies = Engine::copies(load.depth);
-            let queue = self.backend.open_queue(QueueId(number), copies, &memory)?;
+            let queue =
+                self.backend
+                    .open_queue(QueueId(number), copies, std::slice::from_ref(&memory))?;
             let engine = Engine::new(
                 QueueId(number),
                 load.depth,
@@ -213,6 +219,7 @@ impl<'a> Bench<'a> {
             cpus,
             errors: all.errors,
             wrong: all.wrong,
+            paths: sum(&stats.read()),
         })
     }
 
@@ -223,7 +230,10 @@ impl<'a> Bench<'a> {
     pub fn idle(&self, threads: u16, time: Duration) -> Result<f64> {
         let memory = Mapping::anonymous(1 << 20)?;
         let queues = (0..threads)
-            .map(|number| self.backend.open_queue(QueueId(number), 64, &memory))
+            .map(|number| {
+                self.backend
+                    .open_queue(QueueId(number), 64, std::slice::from_ref(&memory))
+            })
             .collect::<Result<Vec<_>>>()?;
         let busy = process_time()?;
         std::thread::sleep(time);
@@ -231,6 +241,23 @@ impl<'a> Bench<'a> {
         drop(queues);
         Ok(cpus)
     }
+}
+
+/// The paths of all queues together.
+fn sum(queues: &[QueueInfo]) -> PathCounters {
+    let mut all = PathCounters::default();
+    for queue in queues {
+        let tables = [
+            (&mut all.copies, &queue.paths.copies),
+            (&mut all.bytes, &queue.paths.bytes),
+        ];
+        for (to, from) in tables {
+            for (to, from) in to.iter_mut().flatten().zip(from.iter().flatten()) {
+                *to += from;
+            }
+        }
+    }
+    all
 }
 
 /// Every block of a part once: requests of 1 MiB where they fit.

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 
 use super::{Op, Request};
 use crate::backend::QueueId;
-use crate::device::QueueInfo;
+use crate::device::{PathCounters, QueueInfo};
 use crate::error::Result;
 use crate::store::shared::SharedMapping;
 
@@ -29,6 +29,11 @@ pub struct QueueStats {
     in_flight: AtomicU64,
     most_in_flight: AtomicU64,
     swap_writes: AtomicU64,
+    path_copies: [[AtomicU64; 3]; 2],
+    path_bytes: [[AtomicU64; 3]; 2],
+    path_slowdown: [[AtomicU64; 3]; 2],
+    gather_is_late: AtomicU64,
+    reissued: AtomicU64,
 }
 
 /// Adds to a counter that only this thread writes: no locked instruction is needed.
@@ -57,6 +62,20 @@ impl QueueStats {
         raise(&self.largest_batch, requests);
     }
 
+    /// Notes a request that an earlier worker had in hand when it died.
+    pub fn reissued(&self) {
+        add(&self.reissued, 1);
+    }
+
+    /// Requests that have ended, whichever way.
+    pub fn ended(&self) -> u64 {
+        [&self.reads, &self.writes, &self.zeroes, &self.errors]
+            .iter()
+            .fold(0, |sum: u64, counter| {
+                sum.wrapping_add(counter.load(Ordering::Relaxed))
+            })
+    }
+
     /// Notes how many copies were in flight at the most and are now.
     pub(super) fn copies(&self, most: u64, now: u64) {
         self.in_flight.store(now, Ordering::Relaxed);
@@ -83,6 +102,37 @@ impl QueueStats {
         }
     }
 
+    /// Notes which paths this worker's copies took.
+    pub(super) fn paths(&self, counters: &PathCounters) {
+        for (to, from) in [
+            (&self.path_copies, &counters.copies),
+            (&self.path_bytes, &counters.bytes),
+            (&self.path_slowdown, &counters.slowdown),
+        ] {
+            for (to, from) in to.iter().flatten().zip(from.iter().flatten()) {
+                to.store(*from, Ordering::Relaxed);
+            }
+        }
+        let is_late = u64::from(counters.gather_is_late);
+        self.gather_is_late.store(is_late, Ordering::Relaxed);
+    }
+
+    fn read_paths(&self) -> PathCounters {
+        let table = |from: &[[AtomicU64; 3]; 2]| {
+            let mut table = [[0; 3]; 2];
+            for (to, from) in table.iter_mut().flatten().zip(from.iter().flatten()) {
+                *to = from.load(Ordering::Relaxed);
+            }
+            table
+        };
+        PathCounters {
+            copies: table(&self.path_copies),
+            bytes: table(&self.path_bytes),
+            slowdown: table(&self.path_slowdown),
+            gather_is_late: self.gather_is_late.load(Ordering::Relaxed) != 0,
+        }
+    }
+
     /// A copy of the counters.
     pub fn read(&self) -> QueueInfo {
         let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
@@ -100,6 +150,8 @@ impl QueueStats {
             in_flight: load(&self.in_flight),
             most_in_flight: load(&self.most_in_flight),
             swap_writes: load(&self.swap_writes),
+            paths: self.read_paths(),
+            reissued: load(&self.reissued),
         }
     }
 }
@@ -148,6 +200,13 @@ impl StatsTable {
         // SAFETY: the mapping is page aligned and large enough for `queues` entries (`new`), every
         // bit pattern is a valid `QueueStats`, and all access is through atomics.
         unsafe { &*base.add(usize::from(queue.0)) }
+    }
+
+    /// Requests of all queues that have ended.
+    pub fn ended(&self) -> u64 {
+        (0..self.queues)
+            .map(|queue| self.of(QueueId(queue)).ended())
+            .fold(0, u64::wrapping_add)
     }
 
     /// A copy of every queue's counters.

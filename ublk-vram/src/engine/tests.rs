@@ -38,7 +38,7 @@ fn bench(device_bytes: u64) -> Bench {
         .open_queue(
             QueueId(0),
             Engine::copies(DEPTH),
-            &Mapping::anonymous(4096).unwrap(),
+            &[Mapping::anonymous(4096).unwrap()],
         )
         .unwrap();
     let engine = Engine::new(QueueId(0), DEPTH, layout, table, queue, Arc::clone(&stats));

@@ -8,8 +8,8 @@
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use crate::backend::Backend;
 use crate::backend::access::Access;
-use crate::backend::{Backend, ChunkMemory};
 use crate::copy::CopyRoutines;
 use crate::error::{Error, ErrorKind, Result};
 
@@ -19,6 +19,8 @@ use super::{HEADER_BYTES, Header, HeaderError};
 const STRIDE: u64 = 8 << 20;
 /// Bytes a thread reads at once: what it looks through is still in its cache.
 const LOOK: usize = 1 << 20;
+/// Bytes of a thread's stack: the C library keeps it for a later thread, and then it is locked.
+const STACK_BYTES: usize = 128 << 10;
 /// More threads than this do not make a PCI link faster.
 const MAX_THREADS: usize = 8;
 
@@ -55,12 +57,11 @@ pub fn zero_and_check(backend: &dyn Backend) -> Result<()> {
 ///
 /// # Errors
 /// [`ErrorKind::Io`] if one does not read back.
-pub fn write_headers(backend: &dyn Backend, header: impl Fn(u32) -> Header) -> Result<()> {
-    let mut access = Access::open(backend, 0, HEADER_BYTES as usize)?;
-    for (chunk, index) in backend.chunks().iter().zip(0..) {
-        let header = header(index);
-        access.write(index, header_offset(chunk), &header.encode()[..])?;
-        let trouble = match read_header(&mut access, chunk, index) {
+pub fn write_headers(access: &mut Access, header: impl Fn(u32) -> Header) -> Result<()> {
+    for index in 0..u32::try_from(access.chunks().len()).unwrap_or(u32::MAX) {
+        let (header, offset) = (header(index), header_offset(access, index));
+        access.write(index, offset, &header.encode()[..])?;
+        let trouble = match read_header(access, index) {
             Ok(back) if back == header => continue,
             Ok(_) => "reads back as another one".to_owned(),
             Err(error) => format!("does not read back: {error}"),
@@ -77,27 +78,25 @@ pub fn write_headers(backend: &dyn Backend, header: impl Fn(u32) -> Header) -> R
 ///
 /// # Errors
 /// Why the page is no header.
-pub fn read_header(
-    access: &mut Access<'_>,
-    chunk: &ChunkMemory,
-    index: u32,
-) -> Result<Header, HeaderError> {
+pub fn read_header(access: &mut Access, index: u32) -> Result<Header, HeaderError> {
+    let offset = header_offset(access, index);
     let page = access
-        .read(index, header_offset(chunk), HEADER_BYTES as usize)
+        .read(index, offset, HEADER_BYTES as usize)
         .map_err(|_| HeaderError::NoMagic)?;
     page.try_into()
         .map_err(|_| HeaderError::NoMagic)
         .and_then(Header::decode)
 }
 
-fn header_offset(chunk: &ChunkMemory) -> u64 {
-    chunk.size.saturating_sub(HEADER_BYTES)
+fn header_offset(access: &Access, index: u32) -> u64 {
+    let chunk = access.chunks().get(index as usize);
+    chunk.map_or(0, |chunk| chunk.size.saturating_sub(HEADER_BYTES))
 }
 
 /// Runs `work` on every stride of every chunk with a few threads; the first error ends it.
 fn for_each_stride(
     backend: &dyn Backend,
-    work: impl Fn(&mut Access<'_>, u32, u64, usize) -> Result<()> + Sync,
+    work: impl Fn(&mut Access, u32, u64, usize) -> Result<()> + Sync,
 ) -> Result<()> {
     let strides: Vec<(u32, u64, usize)> = backend
         .chunks()
@@ -134,7 +133,9 @@ fn for_each_stride(
         for number in (1..).take(threads.min(strides.len()).saturating_sub(1)) {
             let work_on = &work_on;
             // A thread that cannot be made is one less: this one works too.
-            let _ = std::thread::Builder::new().spawn_scoped(scope, move || work_on(number));
+            let _ = std::thread::Builder::new()
+                .stack_size(STACK_BYTES)
+                .spawn_scoped(scope, move || work_on(number));
         }
         work_on(0);
     });
@@ -173,10 +174,7 @@ mod tests {
             // SAFETY: as above.
             let bytes = unsafe { std::slice::from_raw_parts(at, chunk.size as usize) };
             assert!(bytes.iter().all(|&byte| byte == 0));
-            assert_eq!(
-                read_header(&mut access, chunk, index),
-                Err(HeaderError::NoMagic)
-            );
+            assert_eq!(read_header(&mut access, index), Err(HeaderError::NoMagic));
         }
         let header = |index| Header {
             uuid: [7; 16],
@@ -189,9 +187,9 @@ mod tests {
             generation: 1,
             clean: false,
         };
-        write_headers(&*backend, header).unwrap();
-        for (chunk, index) in backend.chunks().iter().zip(0..) {
-            assert_eq!(read_header(&mut access, chunk, index), Ok(header(index)));
+        write_headers(&mut access, header).unwrap();
+        for index in 0..3 {
+            assert_eq!(read_header(&mut access, index), Ok(header(index)));
         }
     }
 }

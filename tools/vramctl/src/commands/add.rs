@@ -9,7 +9,7 @@ use ublk_vram::backend::vulkan::{self, Gpu, Residency};
 use ublk_vram::control::{Call, Client, RunDir};
 use ublk_vram::device::{BackendSpec, CopyPath, DeviceSpec, LabSpec, StaticInfo, VulkanSpec};
 use ublk_vram::size::{SizeSpec, human};
-use ublk_vram::{Error, ErrorKind, Result, worker};
+use ublk_vram::{Error, ErrorKind, Result, session};
 
 use super::limit_for;
 use super::swap::evictable;
@@ -219,10 +219,13 @@ fn specification(args: &AddArgs, backend: BackendSpec) -> Result<DeviceSpec> {
         arena: args.io_memory,
         chunk: args.chunk,
         allow_unsafe: args.allow_unsafe,
+        fail_after: args.fail_after.map(|limit| limit.as_secs().max(1)),
         lab: LabSpec {
             no_memory_lock: args.lab_no_memory_lock,
             fault: args.lab_fault,
             no_safe_stop: args.lab_no_safe_stop,
+            no_recovery: args.lab_no_recovery,
+            crash: args.lab_crash,
             log_file,
         },
     })
@@ -240,7 +243,7 @@ fn rough_bytes(spec: &DeviceSpec) -> u64 {
 
 /// Says what would happen, and prints what the server would be given.
 fn dry_run(spec: &DeviceSpec, server: Result<PathBuf>) -> Result<()> {
-    let (layout, shape) = worker::plan(spec)?;
+    let (layout, shape) = session::plan(spec)?;
     let size = layout.device_bytes();
     let memory = match &spec.backend {
         BackendSpec::Host => "system memory".to_owned(),
@@ -264,7 +267,7 @@ fn dry_run(spec: &DeviceSpec, server: Result<PathBuf>) -> Result<()> {
         human(layout.chunk_size()),
         shape.queues,
         shape.depth,
-        human(worker::BASE_COST_BYTES + shape.arena_bytes() as u64)
+        human(session::BASE_COST_BYTES + shape.arena_bytes() as u64)
     ));
     output::json(spec)
 }
@@ -304,7 +307,7 @@ fn swap_or_remove(device: &StaticInfo, priority: u16) -> Result<()> {
     };
     let socket = RunDir::system().socket(&device.name);
     let removed = Client::connect(&socket, ASK_LIMIT)
-        .and_then(|mut client| client.call(&Call::Remove {}, limit_for(device.size)))
+        .and_then(|mut client| client.call(&Call::Remove { force: false }, limit_for(device.size)))
         .and_then(|reply| reply.into_result::<serde_json::Value>());
     Err(Error::new(
         error.kind,
@@ -428,7 +431,8 @@ mod tests {
     fn arguments_become_the_specification() {
         let args = args(
             "fast --size 1.5G --backend host --id 7 --queues 2 --depth 32 --io-memory 8M --chunk 64M \
-             --allow-unsafe --lab-fault --lab-no-memory-lock --lab-no-safe-stop --lab-log /tmp/log",
+             --allow-unsafe --lab-fault --lab-no-memory-lock --lab-no-safe-stop --lab-log /tmp/log \
+             --lab-no-recovery --lab-crash before-end:3 --fail-after 90",
         );
         let spec = specification(&args, BackendSpec::Host).unwrap();
         assert_eq!(
@@ -436,9 +440,9 @@ mod tests {
             serde_json::json!({
                 "name": "fast", "size": {"bytes": 1_610_612_736u64}, "backend": {"kind": "host"},
                 "id": 7, "queues": 2, "depth": 32, "arena": 8 << 20, "chunk": 64 << 20,
-                "allow-unsafe": true,
+                "allow-unsafe": true, "fail-after": 90,
                 "lab": {
-                    "no-memory-lock": true, "fault": true, "no-safe-stop": true,
+                    "no-memory-lock": true, "fault": true, "no-recovery": true, "crash": {"at": "before-end", "count": 3}, "no-safe-stop": true,
                     "log-file": "/tmp/log",
                 },
             })

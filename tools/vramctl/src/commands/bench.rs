@@ -64,20 +64,13 @@ fn measure(args: &BenchEngineArgs, backend: &dyn Backend, layout: Layout) -> Res
     let bench = Bench::new(backend, layout);
     let idle = bench.idle(FILLERS, IDLE)?;
     let mut rows = Vec::new();
-    let mut before = taken(backend);
     let mut row = |name: &str, load: Option<Workload>, outcome: Outcome| {
-        let after = taken(backend);
-        let counts = after.iter().map(|(path, count)| {
-            let earlier = before.iter().find(|(name, _)| name == path);
-            (path.clone(), count - earlier.map_or(0, |(_, count)| *count))
-        });
         rows.push(Row {
             name: name.to_owned(),
             load,
             outcome,
-            taken: counts.filter(|(_, count)| *count > 0).collect(),
+            taken: taken(&outcome),
         });
-        before = after;
     };
     // Whole blocks for every filler.
     let whole = len / (u64::from(FILLERS) << 20) * (u64::from(FILLERS) << 20);
@@ -95,8 +88,8 @@ fn measure(args: &BenchEngineArgs, backend: &dyn Backend, layout: Layout) -> Res
         }
     }
     row("verify", None, bench.verify(start, filled, fillers)?);
-    let memory = safety::memory_info(0)?;
-    let information = backend.paths().map(|paths| paths());
+    let memory = safety::memory_info(&[std::process::id().cast_signed()], 0)?;
+    let information = backend.paths();
     let wrong = rows
         .iter()
         .map(|row| row.outcome.wrong + row.outcome.errors)
@@ -137,20 +130,21 @@ fn measure(args: &BenchEngineArgs, backend: &dyn Backend, layout: Layout) -> Res
     Ok(wrong)
 }
 
-/// Copies so far by each path, both directions together.
-fn taken(backend: &dyn Backend) -> Vec<(String, u64)> {
-    let mut taken: Vec<(String, u64)> = Vec::new();
-    for cost in backend
-        .paths()
-        .map(|paths| paths().costs)
-        .unwrap_or_default()
-    {
-        match taken.iter_mut().find(|(path, _)| *path == cost.path) {
-            Some((_, copies)) => *copies += cost.copies,
-            None => taken.push((cost.path, cost.copies)),
-        }
-    }
-    taken
+/// How many copies each path took, if there is more than one.
+fn taken(outcome: &Outcome) -> Vec<(String, u64)> {
+    let [read, write] = outcome.paths.copies;
+    let [load, from_dma, from_gather] = read;
+    let [store, to_dma, to_gather] = write;
+    [
+        ("bar-load", load),
+        ("bar-store", store),
+        ("dma", from_dma + to_dma),
+        ("gather", from_gather + to_gather),
+    ]
+    .into_iter()
+    .filter(|(_, copies)| *copies > 0)
+    .map(|(path, copies)| (path.to_owned(), copies))
+    .collect()
 }
 
 /// `dma 97%, gather 3%`, the most used first.

@@ -6,6 +6,7 @@ mod fault;
 mod gpus;
 mod list;
 mod paths;
+mod recover;
 mod remove;
 mod show;
 mod swap;
@@ -36,6 +37,8 @@ pub fn run(args: Args) -> Result<u8> {
         Verb::Remove(args) => remove::run(&args).map(done),
         Verb::List(args) => list::run(&args).map(done),
         Verb::Show(args) => show::run(&args).map(done),
+        Verb::Restart(args) => recover::restart(&args).map(done),
+        Verb::Recover(args) => recover::recover(&args).map(done),
         Verb::Swap(verb) => swap::run(&verb).map(done),
         Verb::Check(args) => check::run(&args),
         Verb::Bench(BenchVerb::Engine(args)) => bench::engine(&args).map(done),
@@ -77,8 +80,9 @@ fn dead(name: &DeviceName) -> ublk_vram::Error {
     ublk_vram::Error::new(
         ublk_vram::ErrorKind::Io,
         format!(
-            "the server of '{name}' died and left things behind: \
-             clean up with `vramctl remove {name} --force`"
+            "the server of '{name}' died and left things behind: `vramctl recover {name}` brings the device \
+             back if its disk is still there (`vramctl list` says orphan), and \
+             `vramctl remove {name} --force` cleans up"
         ),
     )
 }

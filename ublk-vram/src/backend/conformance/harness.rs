@@ -149,7 +149,7 @@ impl<'a> Watched<'a> {
         bytes: usize,
     ) -> Verdict<Watched<'a>> {
         let arena = Arena::new(bytes)?;
-        match backend.open_queue(QueueId(number), copies, &arena.memory) {
+        match backend.open_queue(QueueId(number), copies, std::slice::from_ref(&arena.memory)) {
             Ok(queue) => Ok(Watched::new(backend, queue, arena, copies)),
             Err(error) => fail(format!(
                 "queue {number} for {copies} copies does not open: {error}"
@@ -165,7 +165,7 @@ impl<'a> Watched<'a> {
     ) -> Verdict<Vec<(&'static str, Watched<'a>)>> {
         let open = |memory: &Mapping| {
             backend
-                .open_paths(copies, memory)
+                .open_paths(copies, std::slice::from_ref(memory))
                 .map_err(|error| Stop::Fail(format!("the paths do not open: {error}")))
         };
         let names = open(&Arena::new(bytes)?.memory)?;

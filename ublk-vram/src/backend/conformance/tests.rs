@@ -90,7 +90,7 @@ impl Backend for Broken {
         &self,
         queue: QueueId,
         copies: usize,
-        memory: &Mapping,
+        memory: &[Mapping],
     ) -> Result<Box<dyn BackendQueue>> {
         Ok(Box::new(BrokenQueue {
             inner: self.inner.open_queue(queue, copies, memory)?,

@@ -217,7 +217,7 @@ impl Backend for CudaBackend {
         &self,
         _queue: QueueId,
         copies: usize,
-        _memory: &Mapping,
+        _memory: &[Mapping],
     ) -> Result<Box<dyn BackendQueue>> {
         Ok(Box::new(MappedQueue::new(self.routines, copies)))
     }

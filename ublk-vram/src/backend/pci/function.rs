@@ -7,7 +7,7 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::PciAddress;
 use super::module;
@@ -59,7 +59,7 @@ pub struct PciFunction {
 }
 
 /// One base address register.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Bar {
     /// Its number, 0 to 5.
     pub index: u8,

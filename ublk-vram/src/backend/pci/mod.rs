@@ -21,6 +21,7 @@
 
 mod address;
 mod claim;
+mod export;
 #[cfg(test)]
 mod fixture;
 mod function;
@@ -36,6 +37,7 @@ use std::sync::Arc;
 
 pub use address::PciAddress;
 pub use claim::{PciMemory, available};
+pub use export::PciDescription;
 pub use function::{Bar, PciFunction, list, list_at};
 pub use orphan::wipe_orphan;
 
@@ -150,7 +152,7 @@ impl Backend for PciBackend {
         &self,
         _queue: QueueId,
         copies: usize,
-        _memory: &Mapping,
+        _memory: &[Mapping],
     ) -> Result<Box<dyn BackendQueue>> {
         Ok(Box::new(MappedQueue::new(self.routines, copies)))
     }

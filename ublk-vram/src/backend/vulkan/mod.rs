@@ -18,7 +18,6 @@
 //!
 //! Memory is exportable (OPAQUE_FD) where the driver can, so that it can outlive its maker.
 
-mod board;
 mod calibrate;
 mod device;
 mod engine;
@@ -28,31 +27,31 @@ mod loader;
 mod memory;
 mod queue;
 mod select;
+mod shown;
 mod speed;
 #[cfg(test)]
 mod tests;
 mod types;
 
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
+
+use serde::{Deserialize, Serialize};
 
 pub use inventory::{Gpu, GpuKind, Residency, list};
 pub use loader::keep_layers_out;
 pub use select::{AUTO, is_uuid};
 
-use self::board::Board;
 use self::device::Device;
 use self::engine::{CopyLane, GatherLane, Pipeline, Waker};
 use self::host::HostSide;
 use self::memory::{Allocation, Chunk};
 use self::queue::{BATCH_COPIES, Engines, Parts, VulkanQueue};
-use super::{
-    Backend, BackendQueue, ChunkMemory, Direction, Mapping, PathQueue, PathsWatch, QueueId,
-};
+use super::{Backend, BackendQueue, ChunkMemory, Direction, Mapping, PathQueue, QueueId};
 use crate::copy::CopyRoutines;
 use crate::copy::planner::{Cost, Costs, Path, Paths, Planner};
-use crate::device::{CopyPath, VulkanSpec};
+use crate::device::{CopyPath, PathsInfo, VulkanSpec};
 use crate::error::{Error, ErrorKind, Result};
 use crate::size::human;
 use crate::store::Layout;
@@ -108,10 +107,31 @@ fn default_reserve(gpu: &Gpu) -> u64 {
     least.max(gpu.device_local / RESERVE_SHARE)
 }
 
-/// An opened GPU, of which one device will be made.
+/// An opened GPU, of which one device will be made, or whose memory another process has handed over.
 pub struct VulkanMemory {
     device: Arc<Device>,
     spec: VulkanSpec,
+    /// What is to be mapped instead of fresh memory.
+    imported: Mutex<Option<Kept>>,
+    /// What [`VulkanMemory::export`] gives: it is there once the memory is.
+    exported: Mutex<Option<Kept>>,
+}
+
+/// Memory of a GPU as one process hands it to another.
+type Kept = (VulkanDescription, Vec<OwnedFd>);
+
+/// How memory is found again by its descriptors, one (OPAQUE_FD) for each chunk.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct VulkanDescription {
+    /// The GPU, by its UUID, and how to use it.
+    pub spec: VulkanSpec,
+    /// How many chunks.
+    pub chunks: u32,
+    /// So many of them, the first ones, are mapped for the CPU.
+    pub mapped: u32,
+    /// What was measured of the copy paths: measuring again would write to the memory.
+    pub costs: Costs,
 }
 
 impl VulkanMemory {
@@ -136,19 +156,72 @@ impl VulkanMemory {
                 ),
             ));
         }
-        Ok(VulkanMemory {
+        Ok(VulkanMemory::of(device, spec.clone(), None))
+    }
+
+    fn of(device: Arc<Device>, spec: VulkanSpec, imported: Option<Kept>) -> VulkanMemory {
+        VulkanMemory {
             device,
-            spec: spec.clone(),
+            spec,
+            imported: Mutex::new(imported),
+            exported: Mutex::new(None),
+        }
+    }
+
+    /// Memory that another process has exported; nothing is written to it.
+    ///
+    /// # Errors
+    /// The GPU cannot be opened, or there are not as many descriptors as chunks.
+    pub fn import(description: VulkanDescription, fds: Vec<OwnedFd>) -> Result<VulkanMemory> {
+        if fds.len() != description.chunks as usize {
+            return Err(Error::new(
+                ErrorKind::Io,
+                format!(
+                    "{} descriptors came for {} chunks",
+                    fds.len(),
+                    description.chunks
+                ),
+            ));
+        }
+        let spec = description.spec.clone();
+        let device = Device::open(&spec.gpu, spec.allow_cpu_device)?;
+        Ok(VulkanMemory::of(device, spec, Some((description, fds))))
+    }
+
+    /// What another process needs to find this memory again, its contents untouched. The memory lives as
+    /// long as these descriptors, whatever becomes of this process. To be asked for once, when the memory
+    /// is there.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] if the driver hands no memory to other processes.
+    pub fn export(&self) -> Result<super::Exported> {
+        let mut exported = self.exported.lock().unwrap_or_else(PoisonError::into_inner);
+        let (description, fds) = exported.take().ok_or_else(|| {
+            Error::new(
+                ErrorKind::Unsupported,
+                format!(
+                    "the driver of {} hands no memory to other processes",
+                    self.device.gpu.label()
+                ),
+            )
+        })?;
+        Ok(super::Exported {
+            description: super::MemoryDescription::Vulkan(description),
+            fds,
         })
     }
 
-    /// Allocates the chunks, maps those that can be, and measures the copy paths. All is freed when the
-    /// backend and all mappings are gone.
+    /// Allocates the chunks, maps those that can be, and measures the copy paths; imported memory is
+    /// mapped as it is. All is freed when the backend, all mappings and all descriptors are gone.
     ///
     /// # Errors
     /// [`ErrorKind::NoSpace`] if the driver gives less, [`ErrorKind::Unsupported`] if what it gives is
     /// system memory, [`ErrorKind::Io`] if it fails.
     pub fn open(&self, layout: &Layout) -> Result<VulkanBackend> {
+        let mut imported = self.imported.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((description, fds)) = imported.take() {
+            return self.map_again(layout, &description, fds);
+        }
         let most_mapped = self.spec.mapped.unwrap_or(u64::MAX);
         let chunks = memory::allocate(&self.device, layout, most_mapped)?;
         let mut backend = self.with_chunks(chunks)?;
@@ -157,15 +230,20 @@ impl VulkanMemory {
             speed::check(&backend.chunks, &backend.routines, &label)?;
         }
         backend.calibrate()?;
+        if self.device.gpu.exportable {
+            let mut exported = self.exported.lock().unwrap_or_else(PoisonError::into_inner);
+            *exported = Some(backend.export(&self.spec)?);
+        }
         Ok(backend)
     }
 
-    /// Maps memory that another process has exported, on the same GPU. Nothing is written to it.
-    ///
-    /// # Errors
-    /// If it is not as large as `layout` says, or the driver does not take it.
-    pub fn import(&self, layout: &Layout, exported: Exported) -> Result<VulkanBackend> {
-        let (wanted, got) = (layout.chunks() as usize, exported.chunks.len());
+    fn map_again(
+        &self,
+        layout: &Layout,
+        description: &VulkanDescription,
+        fds: Vec<OwnedFd>,
+    ) -> Result<VulkanBackend> {
+        let (wanted, got) = (layout.chunks(), description.chunks);
         if wanted != got {
             return Err(Error::new(
                 ErrorKind::Io,
@@ -173,14 +251,14 @@ impl VulkanMemory {
             ));
         }
         let chunks = (0..)
-            .zip(exported.chunks)
+            .zip(fds)
             .map(|(index, fd)| {
-                let is_mapped = index < exported.mapped;
+                let is_mapped = index < description.mapped;
                 Chunk::import(&self.device, layout.chunk_bytes(index), is_mapped, fd)
             })
             .collect::<Result<_>>()?;
         let mut backend = self.with_chunks(chunks)?;
-        backend.costs = exported.costs;
+        backend.costs = description.costs;
         Ok(backend)
     }
 
@@ -208,7 +286,6 @@ impl VulkanMemory {
             },
             is_imported: true,
             costs: Costs::default(),
-            board: Arc::default(),
             epoch: Instant::now(),
             device: Arc::clone(&self.device),
         })
@@ -218,16 +295,6 @@ impl VulkanMemory {
     pub fn gpu(&self) -> &Gpu {
         &self.device.gpu
     }
-}
-
-/// Memory of a GPU as one process hands it to another.
-pub struct Exported {
-    /// One descriptor (OPAQUE_FD) for each chunk, in order.
-    pub chunks: Vec<OwnedFd>,
-    /// So many chunks, the first ones, are mapped for the CPU.
-    pub mapped: u32,
-    /// What was measured of the copy paths: measuring again would write to the memory.
-    pub costs: Costs,
 }
 
 /// Raises the soft limit of open files so that `more` descriptors fit beside those of a server.
@@ -263,7 +330,6 @@ pub struct VulkanBackend {
     /// Whether to import I/O memory; tests turn it off to see staging.
     is_imported: bool,
     costs: Costs,
-    board: Arc<Board>,
     /// `None` without a compute queue or device addresses.
     shader: Option<Arc<Pipeline>>,
     epoch: Instant,
@@ -299,7 +365,8 @@ impl VulkanBackend {
             }
             let (queue, copies) = (QueueId::control(0), 64);
             let only = Paths::only(path);
-            self.queue(queue, copies, &memory, only, equal).map(Some)
+            self.queue(queue, copies, std::slice::from_ref(&memory), only, equal)
+                .map(Some)
         })?;
         if self.costs.of(Path::Bar, Direction::Read).is_none()
             && self.chunks.iter().any(|chunk| chunk.mapping.is_some())
@@ -320,7 +387,7 @@ impl VulkanBackend {
         &self,
         queue: QueueId,
         copies: usize,
-        memory: &Mapping,
+        memory: &[Mapping],
         paths: Paths,
         costs: Costs,
     ) -> Result<Box<dyn BackendQueue>> {
@@ -339,13 +406,12 @@ impl VulkanBackend {
             routines: self.routines,
             paths,
             planner: Planner::new(costs, now),
-            row: self.board.row(!queue.is_control()),
             epoch: self.epoch,
             copies,
         })))
     }
 
-    fn engines(&self, queue: QueueId, copies: usize, memory: &Mapping) -> Result<Engines> {
+    fn engines(&self, queue: QueueId, copies: usize, memory: &[Mapping]) -> Result<Engines> {
         let device = &self.device;
         let nth = |queues: &[Arc<engine::EngineQueue>]| {
             let index = usize::from(queue.0).checked_rem(queues.len())?;
@@ -358,7 +424,10 @@ impl VulkanBackend {
             )
         };
         let copy_queue = nth(&device.copy_queues).ok_or_else(missing)?;
-        let host = HostSide::new(device, memory, self.is_imported)?;
+        let host = memory
+            .iter()
+            .map(|memory| HostSide::new(device, memory, self.is_imported))
+            .collect::<Result<Vec<_>>>()?;
         let gather = match (nth(&device.compute_queues), &self.shader) {
             (Some(queue), Some(shader)) => {
                 let slots = copies.clamp(1, GATHER_SLOTS);
@@ -379,24 +448,26 @@ impl VulkanBackend {
         })
     }
 
-    /// What another process needs to find this memory again, its contents untouched. The memory lives
-    /// as long as these descriptors, whatever becomes of this process.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Unsupported`] if the driver makes no descriptors, [`ErrorKind::NoSpace`] if this
-    /// process may not hold one for each chunk.
-    pub fn export(&self) -> Result<Exported> {
+    fn export(&self, spec: &VulkanSpec) -> Result<Kept> {
         allow_descriptors(self.allocations.len())?;
+        let count = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
         let mapped = self.chunks.iter().filter(|chunk| chunk.mapping.is_some());
-        Ok(Exported {
-            mapped: u32::try_from(mapped.count()).unwrap_or(u32::MAX),
+        let description = VulkanDescription {
+            // An index or `auto` may mean another GPU next time.
+            spec: VulkanSpec {
+                gpu: self.device.gpu.gpu_uuid(),
+                ..spec.clone()
+            },
+            chunks: count(self.allocations.len()),
+            mapped: count(mapped.count()),
             costs: self.costs,
-            chunks: self
-                .allocations
-                .iter()
-                .map(|allocation| allocation.export())
-                .collect::<Result<_>>()?,
-        })
+        };
+        let fds = self
+            .allocations
+            .iter()
+            .map(|allocation| allocation.export())
+            .collect::<Result<_>>()?;
+        Ok((description, fds))
     }
 }
 
@@ -443,12 +514,12 @@ impl Backend for VulkanBackend {
         &self,
         queue: QueueId,
         copies: usize,
-        memory: &Mapping,
+        memory: &[Mapping],
     ) -> Result<Box<dyn BackendQueue>> {
         self.queue(queue, copies, memory, self.paths, self.costs)
     }
 
-    fn open_paths(&self, copies: usize, memory: &Mapping) -> Result<Vec<PathQueue>> {
+    fn open_paths(&self, copies: usize, memory: &[Mapping]) -> Result<Vec<PathQueue>> {
         let all = Path::ALL.into_iter();
         all.filter(|path| self.costs.of(*path, Direction::Read).is_some())
             .map(|path| {
@@ -459,11 +530,8 @@ impl Backend for VulkanBackend {
             .collect()
     }
 
-    fn paths(&self) -> Option<PathsWatch> {
-        if !self.has_engines() {
-            return None;
-        }
-        let (board, costs, paths) = (Arc::clone(&self.board), self.costs, self.paths);
-        Some(Arc::new(move || board.info(&costs, paths)))
+    fn paths(&self) -> Option<PathsInfo> {
+        self.has_engines()
+            .then(|| shown::paths(&self.costs, self.paths))
     }
 }

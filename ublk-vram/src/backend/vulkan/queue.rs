@@ -15,7 +15,6 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::board::Row;
 use super::device::Device;
 use super::engine::{Batch, CopyLane, Ended, GatherLane, MOST_PIECES, Part, Waker};
 use super::host::HostSide;
@@ -23,6 +22,7 @@ use super::memory::Allocation;
 use crate::backend::{BackendQueue, ChunkMemory, Completion, Copy, Direction};
 use crate::copy::CopyRoutines;
 use crate::copy::planner::{Costs, Group, Path, Paths, Planner, Seen};
+use crate::device::PathCounters;
 
 /// Nanoseconds of copies by the CPU in one poll: what has ended meanwhile should not wait longer.
 const CPU_BUDGET: f64 = 30e3;
@@ -109,7 +109,7 @@ impl Sum {
 pub(super) struct Engines {
     pub(super) copy: CopyLane,
     pub(super) gather: Option<GatherLane>,
-    pub(super) host: HostSide,
+    pub(super) host: Vec<HostSide>,
     /// Dropped before the lanes, whose semaphores its thread waits for.
     pub(super) waker: Waker,
 }
@@ -123,7 +123,7 @@ pub(super) struct VulkanQueue {
     routines: CopyRoutines,
     paths: Paths,
     planner: Planner,
-    row: Arc<Row>,
+    counters: PathCounters,
     epoch: Instant,
     arrived: Vec<Pending>,
     by_cpu: VecDeque<Pending>,
@@ -168,9 +168,28 @@ pub(super) struct Parts {
     pub(super) routines: CopyRoutines,
     pub(super) paths: Paths,
     pub(super) planner: Planner,
-    pub(super) row: Arc<Row>,
     pub(super) epoch: Instant,
     pub(super) copies: usize,
+}
+
+/// Adds to the cell of a table by direction and path.
+fn count(table: &mut [[u64; 3]; 2], path: Path, group: &Group, more: u64) {
+    let row = usize::from(group.direction != Direction::Read);
+    let column = Path::ALL.iter().position(|each| *each == path);
+    let cell = table
+        .get_mut(row)
+        .and_then(|row| row.get_mut(column.unwrap_or(0)));
+    if let Some(cell) = cell {
+        *cell += more;
+    }
+}
+
+/// Where the engines find the memory end of a copy.
+fn find_host<'a>(sides: &'a [HostSide], copy: &Copy) -> Option<(&'a HostSide, usize)> {
+    sides.iter().find_map(|side| {
+        let offset = side.offset_of(copy.memory, copy.len as usize)?;
+        Some((side, offset))
+    })
 }
 
 impl VulkanQueue {
@@ -183,7 +202,7 @@ impl VulkanQueue {
             routines: parts.routines,
             paths: parts.paths,
             planner: parts.planner,
-            row: parts.row,
+            counters: PathCounters::default(),
             epoch: parts.epoch,
             arrived: Vec::with_capacity(copies),
             by_cpu: VecDeque::with_capacity(copies),
@@ -228,7 +247,7 @@ impl VulkanQueue {
                 able
             };
         }
-        let Some(offset) = engines.host.offset_of(copy.memory, copy.len as usize) else {
+        let Some((_, offset)) = find_host(&engines.host, copy) else {
             return able;
         };
         able = able.with(Path::Dma);
@@ -261,8 +280,13 @@ impl VulkanQueue {
             }
             let path = self.planner.choose(&group, now);
             if let Some(path) = path {
-                self.row
-                    .count(path, group.direction, group.copies, group.bytes);
+                count(
+                    &mut self.counters.copies,
+                    path,
+                    &group,
+                    u64::from(group.copies),
+                );
+                count(&mut self.counters.bytes, path, &group, group.bytes);
             }
             let (by_cpu, by_copy) = (&mut self.by_cpu, &mut self.by_copy);
             let (by_gather, done) = (&mut self.by_gather, &mut self.done);
@@ -344,12 +368,12 @@ impl VulkanQueue {
                     pieces += more;
                     sum.add(copy);
                     let chunk = self.chunks.get(copy.chunk as usize);
-                    let offset = engines.host.offset_of(copy.memory, copy.len as usize);
+                    let host = find_host(&engines.host, copy);
                     if copy.direction == Direction::Write
-                        && let Some(offset) = offset
+                        && let Some((side, offset)) = host
                     {
                         // SAFETY: the copy's memory is its alone until it has ended.
-                        unsafe { engines.host.before_write(offset, copy.len as usize) };
+                        unsafe { side.before_write(offset, copy.len as usize) };
                     }
                     self.parts.push(Part {
                         id: copy.id,
@@ -358,7 +382,9 @@ impl VulkanQueue {
                         chunk: chunk.map_or_else(Default::default, |chunk| chunk.buffer),
                         chunk_address: chunk.map_or(0, |chunk| chunk.address),
                         chunk_offset: copy.offset,
-                        host_offset: offset.unwrap_or(0) as u64,
+                        host: host.map_or_else(Default::default, |(side, _)| side.buffer()),
+                        host_address: host.map_or(0, |(side, _)| side.address()),
+                        host_offset: host.map_or(0, |(_, offset)| offset as u64),
                     });
                 }
                 let (direction, own) = (sum.direction(), sum.cost(self.planner.costs(), path));
@@ -366,14 +392,12 @@ impl VulkanQueue {
                     (Path::Gather, Some(gather)) => {
                         let plain = gather.backlog() + own;
                         let batch = Batch { direction, plain };
-                        Ok(gather.start(&self.parts, engines.host.address(), batch))
+                        Ok(gather.start(&self.parts, batch))
                     }
                     _ => {
                         let plain = engines.copy.backlog() + own;
                         let batch = Batch { direction, plain };
-                        engines
-                            .copy
-                            .start(&self.parts, engines.host.buffer(), batch)
+                        engines.copy.start(&self.parts, batch)
                     }
                 };
                 match outcome {
@@ -460,10 +484,16 @@ impl VulkanQueue {
             }
             for part in parts {
                 let is_read = part.direction == Direction::Read;
-                if ended.result.is_ok() && is_read && host.is_staged() {
+                let side = host
+                    .iter()
+                    .find(|side| side.is_staged() && side.buffer() == part.host);
+                if ended.result.is_ok()
+                    && is_read
+                    && let Some(side) = side
+                {
                     // SAFETY: the engine's copy has ended, and its memory is its alone until the
                     // completion was polled.
-                    unsafe { host.after_read(part.host_offset as usize, part.len as usize) };
+                    unsafe { side.after_read(part.host_offset as usize, part.len as usize) };
                 }
                 done.push_back(Completion {
                     id: part.id,
@@ -478,6 +508,17 @@ impl VulkanQueue {
             gather.collect(|ended, parts| end(Path::Gather, ended, parts));
         }
         self.done.len() > before
+    }
+
+    /// Notes what the planner believes.
+    fn show(&mut self, now: f64) {
+        let rows = self.counters.slowdown.iter_mut();
+        for (row, direction) in rows.zip([Direction::Read, Direction::Write]) {
+            for (cell, path) in row.iter_mut().zip(Path::ALL) {
+                *cell = (self.planner.slowdown(path, direction, now) * 1e3) as u64;
+            }
+        }
+        self.counters.gather_is_late = self.planner.gather_is_late();
     }
 
     /// Batches that an engine works on.
@@ -537,7 +578,7 @@ impl BackendQueue for VulkanQueue {
         }
         self.polls = self.polls.wrapping_add(1);
         if self.polls.is_multiple_of(SHOW_EVERY) {
-            self.row.update(&self.planner, now);
+            self.show(now);
         }
         if self.flying() == 0 {
             self.asleep = false;
@@ -563,6 +604,10 @@ impl BackendQueue for VulkanQueue {
 
     fn in_flight(&self) -> usize {
         self.in_flight
+    }
+
+    fn path_counters(&self) -> Option<PathCounters> {
+        Some(self.counters)
     }
 
     fn should_poll(&self) -> bool {

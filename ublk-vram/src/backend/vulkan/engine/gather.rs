@@ -209,20 +209,14 @@ impl GatherLane {
         (aligned && pieces <= MOST_PIECES).then_some(pieces)
     }
 
-    /// Starts a batch between chunks and the memory at device address `host`; the caller has counted
-    /// its pieces. False if every slot is taken.
-    pub(in crate::backend::vulkan) fn start(
-        &mut self,
-        parts: &[Part],
-        host: u64,
-        batch: Batch,
-    ) -> bool {
+    /// Starts a batch whose pieces the caller has counted. False if every slot is taken.
+    pub(in crate::backend::vulkan) fn start(&mut self, parts: &[Part], batch: Batch) -> bool {
         let Some((index, _)) = self.slots.take() else {
             return false;
         };
         let pieces = parts.iter().flat_map(|part| {
             let chunk = part.chunk_address + part.chunk_offset;
-            let memory = host + part.host_offset;
+            let memory = part.host_address + part.host_offset;
             let (from, to) = match part.direction {
                 Direction::Read => (chunk, memory),
                 _ => (memory, chunk),

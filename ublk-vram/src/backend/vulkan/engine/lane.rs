@@ -29,7 +29,9 @@ pub(in crate::backend::vulkan) struct Part {
     pub chunk: vk::Buffer,
     pub chunk_address: u64,
     pub chunk_offset: u64,
-    /// Where in the I/O memory.
+    /// The buffer and address of the I/O memory, and where in it.
+    pub host: vk::Buffer,
+    pub host_address: u64,
     pub host_offset: u64,
 }
 
@@ -277,18 +279,17 @@ impl CopyLane {
         })
     }
 
-    /// Starts a batch between chunks and the buffer `host`. False if every slot is taken: try again
+    /// Starts a batch. False if every slot is taken: try again
     /// after a batch has ended.
     pub(in crate::backend::vulkan) fn start(
         &mut self,
         parts: &[Part],
-        host: vk::Buffer,
         batch: Batch,
     ) -> std::result::Result<bool, i32> {
         let Some((index, command)) = self.slots.take() else {
             return Ok(false);
         };
-        if let Err(result) = self.record(command, parts, host) {
+        if let Err(result) = self.record(command, parts) {
             self.slots.device.note(result);
             self.slots.give_back(index);
             return Err(libc::EIO);
@@ -301,7 +302,6 @@ impl CopyLane {
         &mut self,
         command: vk::CommandBuffer,
         parts: &[Part],
-        host: vk::Buffer,
     ) -> std::result::Result<(), vk::Result> {
         let api = &self.slots.device.api;
         let begin = vk::CommandBufferBeginInfo::default()
@@ -310,6 +310,7 @@ impl CopyLane {
         // beginning it resets it.
         unsafe { api.begin_command_buffer(command, &begin)? };
         for part in parts {
+            let host = part.host;
             let (len, chunk) = (u64::from(part.len), part.chunk_offset);
             let region = |src, dst| {
                 [vk::BufferCopy::default()
