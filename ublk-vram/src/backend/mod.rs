@@ -308,7 +308,7 @@ pub enum MemoryDescription {
     /// The BAR's sysfs file, and the lock of the BAR.
     Pci(pci::PciDescription),
     /// One OPAQUE_FD for each chunk.
-    Vulkan(vulkan::VulkanDescription),
+    Vulkan(Box<vulkan::VulkanDescription>),
 }
 
 impl MemoryDescription {
@@ -339,7 +339,7 @@ pub enum MemoryHandles {
     /// Pinned memory of an NVIDIA GPU.
     Cuda(cuda::CudaMemory),
     /// The opened GPU.
-    Vulkan(vulkan::VulkanMemory),
+    Vulkan(Box<vulkan::VulkanMemory>),
 }
 
 impl MemoryHandles {
@@ -370,7 +370,8 @@ impl MemoryHandles {
                 cuda::CudaMemory::create(gpu.as_deref(), layout).map(MemoryHandles::Cuda)
             }
             BackendSpec::Vulkan(spec) => {
-                vulkan::VulkanMemory::create(spec, layout).map(MemoryHandles::Vulkan)
+                let memory = vulkan::VulkanMemory::create(spec, layout)?;
+                Ok(MemoryHandles::Vulkan(Box::new(memory)))
             }
         }
     }
@@ -411,7 +412,8 @@ impl MemoryHandles {
                 pci::PciMemory::import(description, fds).map(MemoryHandles::Pci)
             }
             MemoryDescription::Vulkan(description) => {
-                vulkan::VulkanMemory::import(description, fds).map(MemoryHandles::Vulkan)
+                let memory = vulkan::VulkanMemory::import(*description, fds)?;
+                Ok(MemoryHandles::Vulkan(Box::new(memory)))
             }
         }
     }

@@ -206,7 +206,7 @@ impl VulkanMemory {
             )
         })?;
         Ok(super::Exported {
-            description: super::MemoryDescription::Vulkan(description),
+            description: super::MemoryDescription::Vulkan(Box::new(description)),
             fds,
         })
     }

@@ -219,10 +219,10 @@ fn exported_memory_is_found_again() {
     };
     assert_eq!((description.chunks, description.mapped), (3, 2));
     assert!(is_uuid(&description.spec.gpu));
-    let few = VulkanMemory::import(description.clone(), Vec::new());
+    let few = VulkanMemory::import((*description).clone(), Vec::new());
     let error = few.err().unwrap();
     assert!(error.message.contains("0 descriptors"), "{error}");
-    let memory = VulkanMemory::import(description, exported.fds).unwrap();
+    let memory = VulkanMemory::import(*description, exported.fds).unwrap();
     let backend = memory.open(&layout).unwrap();
     let mut access = Access::open(&backend, 0, 4096).unwrap();
     for chunk in 0..3 {
