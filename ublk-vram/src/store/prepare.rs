@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use crate::backend::ChunkMemory;
 use crate::copy::CopyRoutines;
 use crate::error::{Error, ErrorKind, Result};
+use crate::safety::bus_error;
 
 use super::{HEADER_BYTES, Header, HeaderError};
 
@@ -29,10 +30,10 @@ pub fn zero_and_check(chunks: &[ChunkMemory], routines: &CopyRoutines) -> Result
             return Err(outside(index, offset));
         };
         // SAFETY: `at` is mapped for `len` bytes, and no queue uses the chunks yet (or any more).
-        unsafe { routines.fill_zero(at, len) };
+        bus_error::guarded(|| unsafe { routines.fill_zero(at, len) })?;
         routines.store_fence();
         // SAFETY: as above.
-        if !unsafe { routines.is_zero(at, len) } {
+        if !bus_error::guarded(|| unsafe { routines.is_zero(at, len) })? {
             return Err(Error::new(
                 ErrorKind::Io,
                 format!(
@@ -56,8 +57,9 @@ pub fn write_header(chunk: &ChunkMemory, header: &Header, routines: &CopyRoutine
         .mapping
         .at(offset, page.len())
         .ok_or_else(|| outside(header.index as usize, offset))?;
+    let (from, len) = (page.as_ptr(), page.len());
     // SAFETY: `at` is mapped for the page's length; the block device cannot reach this page.
-    unsafe { routines.store(at, page.as_ptr(), page.len()) };
+    bus_error::guarded(|| unsafe { routines.store(at, from, len) })?;
     routines.store_fence();
     match read_header(chunk, routines) {
         Ok(back) if back == *header => Ok(()),
@@ -89,8 +91,9 @@ pub fn read_header(chunk: &ChunkMemory, routines: &CopyRoutines) -> Result<Heade
         .mapping
         .at(offset, page.len())
         .ok_or(HeaderError::NoMagic)?;
+    let (to, len) = (page.as_mut_ptr(), page.len());
     // SAFETY: `at` is mapped for the page's length, and the page is ours.
-    unsafe { routines.load(page.as_mut_ptr(), at, page.len()) };
+    bus_error::guarded(|| unsafe { routines.load(to, at, len) }).map_err(|_| HeaderError::Gone)?;
     Header::decode(&page)
 }
 
