@@ -7,7 +7,7 @@
 //! The rooms, from a request's point of view (docs/architecture.md tells it as one run):
 //! [`ublk`] takes a request from the kernel, [`engine`] cuts it into copies, [`store`] finds the
 //! chunk, [`copy`] (or, later, the GPU's copy engine) of a [`backend`] moves the bytes, and [`ublk`]
-//! gives the answer back. [`worker`] owns the life of
+//! gives the answer back. [`health`] knows whether the memory is still there. [`worker`] owns the life of
 //! one device, [`control`] lets others ask, [`safety`] keeps the machine alive.
 #![warn(missing_docs)]
 #![cfg_attr(
@@ -26,6 +26,7 @@ pub mod copy;
 pub mod device;
 pub mod engine;
 pub mod error;
+pub mod health;
 pub mod safety;
 pub mod size;
 pub mod store;

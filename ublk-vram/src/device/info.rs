@@ -63,8 +63,23 @@ pub struct DeviceInfo {
     pub reason: Option<String>,
     /// The server's memory.
     pub memory: MemoryInfo,
+    /// What is known of the checksums; absent if the device has none.
+    #[serde(default)]
+    pub checksum: Option<ChecksumInfo>,
     /// Counters of each queue.
     pub queue: Vec<QueueInfo>,
+}
+
+/// The checksums of a device.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ChecksumInfo {
+    /// Bytes of locked system memory that they take.
+    pub bytes: u64,
+    /// Blocks (4 KiB) that a worker left half written when it died, and that nobody has rewritten: they
+    /// are read unchecked.
+    pub left_writing: u64,
+    /// The table did not outlive its worker, and is being made again from what is in the memory.
+    pub unverified: bool,
 }
 
 /// The server's own memory, from /proc/self/status, in bytes.
@@ -112,4 +127,17 @@ pub struct QueueInfo {
     pub most_in_flight: u64,
     /// Write requests the kernel marked as swap (UBLK_IO_F_SWAP).
     pub swap_writes: u64,
+    /// Blocks (4 KiB) that read as something else than was written: their reads ended with EIO.
+    #[serde(default)]
+    pub bad_blocks: u64,
+    /// Blocks that were read again because their checksum did not fit.
+    #[serde(default)]
+    pub reread_blocks: u64,
+    /// Blocks handed out without a check although the device has checksums: being written at that
+    /// moment, or not known since two writes met or a server died.
+    #[serde(default)]
+    pub unchecked_blocks: u64,
+    /// Reads of a chunk's header that a suspicious read was held back for.
+    #[serde(default)]
+    pub canary_reads: u64,
 }

@@ -14,6 +14,8 @@ pub enum DeviceState {
     Live,
     /// The device is to end: its users are being waited for, or swapped off.
     Draining,
+    /// The device's memory is gone: every request ends with EIO. It can be removed, and nothing else.
+    Lost,
     /// The block device is gone; memory is being wiped and given back.
     Stopping,
     /// The server is gone and left something behind (seen by others, never by the server itself).
@@ -22,23 +24,25 @@ pub enum DeviceState {
 
 impl DeviceState {
     /// Every state.
-    pub const ALL: [DeviceState; 5] = [
+    pub const ALL: [DeviceState; 6] = [
         DeviceState::Creating,
         DeviceState::Live,
         DeviceState::Draining,
+        DeviceState::Lost,
         DeviceState::Stopping,
         DeviceState::Dead,
     ];
 
     /// Whether `self` may become `next`. A drain that fails goes back to live: the device stays.
     pub fn may_become(self, next: DeviceState) -> bool {
-        use DeviceState::{Creating, Dead, Draining, Live, Stopping};
+        use DeviceState::{Creating, Dead, Draining, Live, Lost, Stopping};
         matches!(
             (self, next),
             (Creating, Live | Stopping)
-                | (Live, Draining | Stopping)
-                | (Draining, Live | Stopping)
-                | (Creating | Live | Draining | Stopping, Dead)
+                | (Live, Draining | Lost | Stopping)
+                | (Draining, Live | Lost | Stopping)
+                | (Lost, Stopping)
+                | (Creating | Live | Draining | Lost | Stopping, Dead)
         )
     }
 
@@ -48,6 +52,7 @@ impl DeviceState {
             DeviceState::Creating => "creating",
             DeviceState::Live => "live",
             DeviceState::Draining => "draining",
+            DeviceState::Lost => "lost",
             DeviceState::Stopping => "stopping",
             DeviceState::Dead => "dead",
         }
@@ -81,11 +86,15 @@ mod tests {
                 "creating>stopping",
                 "creating>dead",
                 "live>draining",
+                "live>lost",
                 "live>stopping",
                 "live>dead",
                 "draining>live",
+                "draining>lost",
                 "draining>stopping",
                 "draining>dead",
+                "lost>stopping",
+                "lost>dead",
                 "stopping>dead",
             ]
         );

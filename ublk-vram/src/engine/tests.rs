@@ -1,5 +1,7 @@
 //! The engine over the host backend and the fault layer: every request ends once, whole or not at all.
 
+mod integrity;
+
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -8,9 +10,12 @@ use proptest::prelude::*;
 use super::*;
 use crate::backend::fault::{FaultBackend, FaultControl};
 use crate::backend::host::HostMemory;
-use crate::backend::{Backend, MemoryHandles};
+use crate::backend::{Backend, ChunkMemory, MemoryHandles};
 use crate::control::{FaultAction, FaultRule};
+use crate::copy::CopyRoutines;
+use crate::health::Health;
 use crate::store::shared::SharedMapping;
+use crate::store::{ChecksumTable, Header, write_header};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use std::os::fd::AsFd;
 
@@ -18,13 +23,48 @@ const DEPTH: u16 = 32;
 
 struct Bench {
     engine: Engine,
+    integrity: Integrity,
+    chunks: Vec<ChunkMemory>,
     stats: Arc<StatsTable>,
     fault: Arc<FaultControl>,
     layout: Layout,
     finished: Vec<Finished>,
 }
 
+/// The headers, and what is checked against them and against checksums.
+fn integrity(backend: &dyn Backend, layout: &Layout) -> Integrity {
+    let bytes = ChecksumTable::bytes(layout.device_bytes());
+    let memfd = memfd_create(c"checksums", MFdFlags::empty()).unwrap();
+    nix::unistd::ftruncate(&memfd, bytes as i64).unwrap();
+    let mapping = SharedMapping::new(memfd.as_fd(), bytes as usize).unwrap();
+    let table = ChecksumTable::new(mapping, layout.device_bytes()).unwrap();
+    table.set_all_zero();
+    let header = |index| Header {
+        uuid: [3; 16],
+        name: "t".parse().unwrap(),
+        index,
+        count: layout.chunks(),
+        chunk_bytes: layout.chunk_bytes(index),
+        device_bytes: layout.device_bytes(),
+        chunk_size: layout.chunk_size(),
+        generation: 1,
+        clean: false,
+    };
+    for (chunk, index) in backend.chunks().iter().zip(0..) {
+        write_header(chunk, &header(index), &CopyRoutines::best()).unwrap();
+    }
+    Integrity {
+        checksums: Some(Arc::new(table)),
+        health: Arc::new(Health::new(2, DEPTH).unwrap()),
+        canary: header(0).canary(),
+    }
+}
+
 fn bench(device_bytes: u64) -> Bench {
+    bench_with(device_bytes, true)
+}
+
+fn bench_with(device_bytes: u64, checksums: bool) -> Bench {
     let layout = Layout::new(device_bytes, Some(2 << 20)).unwrap();
     let memory = MemoryHandles::Host(HostMemory::create(&layout).unwrap());
     let fault = Arc::new(FaultControl::default());
@@ -37,9 +77,24 @@ fn bench(device_bytes: u64) -> Bench {
     let queue = backend
         .open_queue(QueueId(0), Engine::copies(DEPTH))
         .unwrap();
-    let engine = Engine::new(QueueId(0), DEPTH, layout, table, queue, Arc::clone(&stats));
+    let mut integrity = integrity(&backend, &layout);
+    if !checksums {
+        integrity.checksums = None;
+    }
+    let chunks = backend.chunks().to_vec();
+    let engine = Engine::new(
+        QueueId(0),
+        DEPTH,
+        layout,
+        table,
+        queue,
+        Arc::clone(&stats),
+        integrity.clone(),
+    );
     Bench {
         engine,
+        integrity,
+        chunks,
         stats,
         fault,
         layout,

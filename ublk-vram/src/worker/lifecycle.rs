@@ -18,6 +18,7 @@ use crate::control::Reply;
 use crate::copy::CopyRoutines;
 use crate::device::DeviceState;
 use crate::error::{Error, ErrorKind, Result};
+use crate::health::{Health, WatchHandle};
 use crate::safety::{self, Holder, Root};
 use crate::store::{ChunkTable, zero_and_check};
 use crate::ublk::{Geometry, StopOutcome, Target};
@@ -40,6 +41,8 @@ pub(super) enum Event {
     Terminate,
     /// A `remove`, to be answered.
     Remove(ReplySlot),
+    /// The device's memory is lost; [`Health`] knows how.
+    Lost,
     /// A queue thread has ended: in order when the disk is gone, else with the reason.
     QueueEnded(u16, Result<()>),
 }
@@ -50,6 +53,9 @@ pub(super) struct Live<'a> {
     pub(super) backend: Box<dyn Backend>,
     pub(super) table: Arc<ChunkTable>,
     pub(super) status: Arc<Status>,
+    pub(super) health: Arc<Health>,
+    /// Dropped before the memory is unmapped.
+    pub(super) watch: WatchHandle,
     pub(super) target: Target,
     pub(super) geometry: Geometry,
     pub(super) queues: Vec<JoinHandle<()>>,
@@ -136,10 +142,10 @@ impl Live<'_> {
                     Ok(()) => return self.finish().map(|()| None),
                     Err(error) => {
                         tracing::error!("the device stays: {error}");
-                        self.status
-                            .become_state(DeviceState::Live, Some(error.to_string()));
+                        self.become_state(DeviceState::Live, Some(error.to_string()));
                     }
                 },
+                Ok(Event::Lost) => self.become_state(DeviceState::Live, None),
                 Ok(Event::QueueEnded(queue, outcome)) => {
                     disk_ended(queue, outcome);
                     return self.finish().map(|()| None);
@@ -147,6 +153,19 @@ impl Live<'_> {
                 Err(_) => return Err(Error::new(ErrorKind::Io, "every event source is gone")),
             }
         }
+    }
+
+    /// Moves to `state`; a device whose memory is lost stays lost until its disk is gone.
+    fn become_state(&self, state: DeviceState, reason: Option<String>) {
+        let (state, reason) = match (state, self.health.loss()) {
+            (DeviceState::Live | DeviceState::Draining, Some(loss)) => {
+                let reason =
+                    reason.map_or_else(|| loss.to_string(), |reason| format!("{loss}; {reason}"));
+                (DeviceState::Lost, Some(reason))
+            }
+            other => (other.0, reason),
+        };
+        self.status.become_state(state, reason);
     }
 
     fn in_use(&self, holders: &[Holder]) -> Error {
@@ -196,7 +215,7 @@ impl Live<'_> {
     /// # Errors
     /// Why the swapoff failed: the device stays as it is.
     fn drain(&mut self) -> Result<()> {
-        self.status.become_state(DeviceState::Draining, None);
+        self.become_state(DeviceState::Draining, None);
         let mut said = String::new();
         loop {
             // What cannot be found out now is found out later: only a failed swapoff ends a drain.
@@ -207,8 +226,7 @@ impl Live<'_> {
             };
             if waiting != said {
                 let reason = format!("waiting: {waiting}");
-                self.status
-                    .become_state(DeviceState::Draining, Some(reason));
+                self.become_state(DeviceState::Draining, Some(reason));
                 said = waiting;
             }
             self.swap_off(&holders)?;
@@ -218,6 +236,7 @@ impl Live<'_> {
                     disk_ended(queue, outcome);
                     return Ok(());
                 }
+                Ok(Event::Lost) => self.become_state(DeviceState::Draining, None),
                 Ok(Event::Terminate) | Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => std::thread::sleep(DRAIN_TICK),
             }
@@ -282,6 +301,14 @@ impl Live<'_> {
         self.target
             .delete()
             .unwrap_or_else(|error| tracing::error!("{error}"));
+        drop(self.watch);
+        if let Some(loss) = self.health.loss() {
+            // Nothing can be wiped, and copies that never came back may come yet: what they would write
+            // to stays mapped until the process is gone, which is now.
+            tracing::warn!("the device's memory was not wiped: {loss}");
+            std::mem::forget((self.backend, self.table));
+            return Ok(());
+        }
         if let Err(error) = self.table.retire_all(END_LIMIT) {
             std::mem::forget((self.backend, self.table));
             return Err(error);

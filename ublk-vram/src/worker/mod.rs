@@ -19,7 +19,7 @@ mod startup;
 mod status;
 pub mod swapoff;
 
-pub use session::{BASE_COST_BYTES, Session, plan};
+pub use session::{BASE_COST_BYTES, Session, cost_bytes, plan};
 pub use start::{StartLine, StartPipe};
 
 use crate::error::Result;

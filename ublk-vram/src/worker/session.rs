@@ -21,8 +21,8 @@ use crate::device::DeviceSpec;
 use crate::engine::StatsTable;
 use crate::error::{Error, ErrorKind, Result};
 use crate::size::human;
-use crate::store::Layout;
 use crate::store::shared::SharedMapping;
+use crate::store::{ChecksumTable, Layout};
 use crate::ublk::Shape;
 
 /// `vramctl list` takes a name's lock, shared, for a moment to see whether its server lives.
@@ -55,6 +55,8 @@ pub struct Session {
     state: OwnedFd,
     /// The I/O buffers (memfd).
     arena: OwnedFd,
+    /// The checksums (memfd), if the device has them.
+    checksums: Option<OwnedFd>,
     /// Where sockets and notes are.
     pub run_dir: RunDir,
     /// Held for the session's life: the name is taken. The last field, so the last to be dropped.
@@ -89,6 +91,10 @@ impl Session {
             generation: 1,
             state: sized_memfd(c"ublk-vram-state", StatsTable::bytes(shape.queues))?,
             arena: sized_memfd(c"ublk-vram-io", shape.arena_bytes())?,
+            checksums: match checksum_bytes(&spec, &layout) {
+                0 => None,
+                bytes => Some(sized_memfd(c"ublk-vram-checksums", bytes as usize)?),
+            },
             layout,
             shape,
             memory,
@@ -105,6 +111,16 @@ impl Session {
             SharedMapping::new(self.state.as_fd(), bytes)?,
             self.shape.queues,
         )
+    }
+
+    /// Maps the checksums, if the device has them.
+    pub fn map_checksums(&self) -> Result<Option<ChecksumTable>> {
+        let Some(memory) = &self.checksums else {
+            return Ok(None);
+        };
+        let device = self.layout.device_bytes();
+        let bytes = ChecksumTable::bytes(device) as usize;
+        ChecksumTable::new(SharedMapping::new(memory.as_fd(), bytes)?, device).map(Some)
     }
 
     /// Maps the I/O buffers.
@@ -214,8 +230,25 @@ fn decide_shape(spec: &DeviceSpec, layout: &Layout) -> Result<Shape> {
     Shape::new(queues, spec.depth, arena)
 }
 
+/// Bytes of locked system memory that a device is expected to cost.
+pub fn cost_bytes(spec: &DeviceSpec, layout: &Layout, shape: &Shape) -> u64 {
+    BASE_COST_BYTES + shape.arena_bytes() as u64 + checksum_bytes(spec, layout)
+}
+
+/// Bytes of the checksums; 0 for a device without.
+fn checksum_bytes(spec: &DeviceSpec, layout: &Layout) -> u64 {
+    let wanted = spec
+        .checksum
+        .unwrap_or_else(|| MemoryHandles::wants_checksums(&spec.backend));
+    if wanted {
+        ChecksumTable::bytes(layout.device_bytes())
+    } else {
+        0
+    }
+}
+
 fn refuse_high_cost(spec: &DeviceSpec, layout: &Layout, shape: &Shape) -> Result<()> {
-    let cost = BASE_COST_BYTES + shape.arena_bytes() as u64;
+    let cost = cost_bytes(spec, layout, shape);
     let most = layout.device_bytes() / COST_SHARE;
     if cost <= most || spec.allow_unsafe {
         return Ok(());

@@ -15,10 +15,11 @@ use crate::backend::fault::{FaultBackend, FaultControl};
 use crate::backend::{Backend, QueueId};
 use crate::control;
 use crate::copy::CopyRoutines;
-use crate::device::StaticInfo;
-use crate::engine::{Engine, StatsTable};
+use crate::device::{LabSpec, StaticInfo};
+use crate::engine::{Engine, Integrity, StatsTable};
 use crate::error::{Error, ErrorKind, Result};
-use crate::safety;
+use crate::health::{Canaries, Health, Watch, WatchHandle};
+use crate::safety::{self, bus_error};
 use crate::store::shared::SharedMapping;
 use crate::store::{ChunkTable, Header, write_header, zero_and_check};
 use crate::ublk::{Geometry, QueueHandle, Target, start_queue};
@@ -46,9 +47,22 @@ pub(super) fn bring_up<'a>(
     let arena = Arc::new(session.map_arena()?);
     let mut backend = session.memory.open(&session.layout)?;
     let routines = CopyRoutines::best();
+    // From here on a mapping that is taken away is an error, and not the end of the process.
+    bus_error::watch(backend.chunks().iter().filter_map(|chunk| {
+        let first = chunk.mapping.at(0, chunk.mapping.len())?;
+        Some((first as usize, chunk.mapping.len()))
+    }));
     zero_and_check(backend.chunks(), &routines)?;
     for (chunk, index) in backend.chunks().iter().zip(0..) {
         write_header(chunk, &header(session, index), &routines)?;
+    }
+    let integrity = Integrity {
+        checksums: session.map_checksums()?.map(Arc::new),
+        health: Arc::new(Health::new(session.shape.queues, session.shape.depth)?),
+        canary: header(session, 0).canary(),
+    };
+    if let Some(checksums) = &integrity.checksums {
+        checksums.set_all_zero();
     }
 
     let lab = &session.spec.lab;
@@ -59,6 +73,7 @@ pub(super) fn bring_up<'a>(
     let table = Arc::new(ChunkTable::new(backend.chunks(), session.shape.queues));
     let storage = session.memory.system_bytes(&session.layout);
     let status = Arc::new(Status::new(Arc::clone(&stats), arena.len() as u64, storage));
+    status.set_checksums(integrity.checksums.clone());
     let helper = SwapoffHelper::start()?;
 
     // From here on every mapping is locked, those of threads and of later allocations included.
@@ -72,7 +87,8 @@ pub(super) fn bring_up<'a>(
     start_signal_thread(sender.clone())?;
     start_control_thread(session, &status, sender.clone(), fault)?;
 
-    let engines = make_engines(session, &*backend, &table, &stats)?;
+    let engines = make_engines(session, &*backend, &table, &stats, &integrity)?;
+    let watch = start_watch(session, &*backend, &engines, &integrity, sender.clone())?;
     let target = {
         let _guard = AddGuard::set(session, pipe);
         Target::add(
@@ -99,6 +115,8 @@ pub(super) fn bring_up<'a>(
         backend,
         table,
         status,
+        health: integrity.health,
+        watch,
         target,
         geometry,
         queues,
@@ -127,6 +145,7 @@ fn make_engines(
     backend: &dyn Backend,
     table: &Arc<ChunkTable>,
     stats: &Arc<StatsTable>,
+    integrity: &Integrity,
 ) -> Result<Vec<Engine>> {
     let depth = session.shape.depth;
     (0..session.shape.queues)
@@ -141,9 +160,35 @@ fn make_engines(
                 table,
                 copies,
                 stats,
+                integrity.clone(),
             ))
         })
         .collect()
+}
+
+/// Starts the thread that looks after the memory.
+fn start_watch(
+    session: &Session,
+    backend: &dyn Backend,
+    engines: &[Engine],
+    integrity: &Integrity,
+    events: Sender<Event>,
+) -> Result<WatchHandle> {
+    let limit = session.spec.lab.copy_limit.unwrap_or(LabSpec::COPY_LIMIT);
+    // A copy that the CPU does is done when it was started: only an engine's can be outstanding.
+    let is_engine = engines.iter().any(|e| e.completion_fd().is_some());
+    let watch = Watch {
+        health: Arc::clone(&integrity.health),
+        presence: session.memory.presence()?,
+        canaries: Canaries {
+            chunks: backend.chunks().to_vec(),
+            expected: integrity.canary,
+            routines: CopyRoutines::best(),
+        },
+        copy_limit: is_engine.then(|| Duration::from_secs(limit)),
+    };
+    // Nobody who listens any more needs to know.
+    watch.start(move |_reason| drop(events.send(Event::Lost)))
 }
 
 /// Starts every queue thread and then the disk. On an error every thread has ended.

@@ -8,15 +8,17 @@ use tokio::sync::oneshot;
 use super::lifecycle::Event;
 use crate::backend::fault::FaultControl;
 use crate::control::{Answer, Call, Handler, Reply};
-use crate::device::{DeviceInfo, DeviceState, StaticInfo};
+use crate::device::{ChecksumInfo, DeviceInfo, DeviceState, StaticInfo};
 use crate::engine::StatsTable;
 use crate::error::{Error, ErrorKind, Result};
 use crate::safety;
+use crate::store::ChecksumTable;
 
 /// State and its reason, as everybody may see it.
 pub(super) struct Status {
     current: Mutex<(DeviceState, Option<String>)>,
     fixed: Mutex<Option<StaticInfo>>,
+    checksums: Mutex<Option<Arc<ChecksumTable>>>,
     stats: Arc<StatsTable>,
     arena: u64,
     /// Bytes of device memory that is system memory (the host backend's): locked, but not a cost.
@@ -28,6 +30,7 @@ impl Status {
         Status {
             current: Mutex::new((DeviceState::Creating, None)),
             fixed: Mutex::new(None),
+            checksums: Mutex::new(None),
             stats,
             arena,
             storage,
@@ -51,6 +54,25 @@ impl Status {
 
     pub(super) fn set_fixed(&self, fixed: StaticInfo) {
         *self.fixed.lock().unwrap_or_else(PoisonError::into_inner) = Some(fixed);
+    }
+
+    pub(super) fn set_checksums(&self, table: Option<Arc<ChecksumTable>>) {
+        *self
+            .checksums
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner) = table;
+    }
+
+    fn checksum(&self) -> Option<ChecksumInfo> {
+        let table = self
+            .checksums
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        table.as_ref().map(|table| ChecksumInfo {
+            bytes: table.blocks() * 8,
+            left_writing: table.left_writing(),
+            unverified: false,
+        })
     }
 
     fn info(&self) -> Result<DeviceInfo> {
@@ -77,6 +99,7 @@ impl Status {
             state,
             reason,
             memory,
+            checksum: self.checksum(),
             queue: self.stats.read(),
         })
     }
