@@ -5,6 +5,7 @@ use ublk_vram::backend::pci::{self, PciFunction};
 use ublk_vram::device::DeviceSpec;
 use ublk_vram::safety;
 use ublk_vram::size::human;
+use ublk_vram::store::ChecksumTable;
 use ublk_vram::worker::BASE_COST_BYTES;
 
 use super::{Item, Machine};
@@ -184,11 +185,12 @@ pub(super) fn cost() -> Item {
         "cost",
         format!(
             "a device of {} or more takes up to {} of locked system memory ({} I/O buffers, {} server), \
-             and {} for each GiB of PCI memory",
+             and for each GiB {} of checksums (unless --checksum=off) and {} of page tables",
             human(arena * 16),
             human(arena + BASE_COST_BYTES),
             human(arena),
             human(BASE_COST_BYTES),
+            human(ChecksumTable::bytes(1 << 30)),
             human((1 << 30) / PAGE_TABLES_SHARE)
         ),
     )

@@ -242,6 +242,7 @@ mod tests {
                 state: DeviceState::Live,
                 reason: None,
                 memory,
+                checksum: None,
                 queue: vec![queue(100, 7), queue(23, 4000)],
             }),
             fixed: Some(fixed),
