@@ -7,8 +7,10 @@
 mod edges;
 mod faults;
 mod guest;
+mod integrity;
 mod io;
 mod lifecycle;
+mod loss;
 mod refusals;
 mod remove;
 mod swap;
@@ -41,6 +43,8 @@ fn main() {
         io::CASES,
         edges::CASES,
         faults::CASES,
+        integrity::CASES,
+        loss::CASES,
         remove::CASES,
         lifecycle::CASES,
         refusals::CASES,

@@ -118,6 +118,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         for size in SIZES {
             // Neither ones nor zeroes: no canary is read.
             let mut buffer: Vec<u8> = (0..size).map(|at| (at % 251 + 1) as u8).collect();
+            (with.at, without.at) = (0, 0);
             for _ in 0..DEVICE / size as u64 {
                 with.one(Op::Write, &mut buffer);
                 without.one(Op::Write, &mut buffer);
