@@ -5,6 +5,7 @@
 //! `target/vmrig/logs/`.
 
 mod edges;
+mod endings;
 mod faults;
 mod guest;
 mod integrity;
@@ -45,6 +46,7 @@ fn main() {
         faults::CASES,
         integrity::CASES,
         loss::CASES,
+        endings::CASES,
         remove::CASES,
         lifecycle::CASES,
         refusals::CASES,

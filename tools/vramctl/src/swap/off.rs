@@ -9,14 +9,15 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
-use nix::sys::signal::{Signal, kill};
-use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
-use nix::unistd::{ForkResult, Pid, fork};
+use nix::sys::signal::Signal;
+use nix::sys::wait::WaitStatus;
+use nix::unistd::Pid;
 use ublk_vram::safety::Root;
 use ublk_vram::safety::{SwapEntry, read_swaps};
 use ublk_vram::size::human;
 use ublk_vram::{Error, ErrorKind, Result};
 
+use super::child;
 use super::on::c_path;
 use super::progress::Progress;
 use crate::output;
@@ -28,13 +29,9 @@ const TICK: Duration = Duration::from_secs(1);
 const SAY_EVERY: Duration = Duration::from_secs(10);
 /// Below this it is over before it is read.
 const TOLD_BYTES: u64 = 1 << 20;
-/// How soon the end of the swapoff is noticed.
-const LOOK_AGAIN: Duration = Duration::from_millis(20);
 /// A swapoff of which no page moves for so long is given up. Its whole time has no limit: it takes what
 /// the memory and the disk allow.
 const STALL_LIMIT: Duration = Duration::from_secs(120);
-/// How long a killed swapoff may take to end.
-const KILL_LIMIT: Duration = Duration::from_secs(5);
 
 /// Moves everything back that is swapped to `swap`, one of `swaps`, and no longer swaps to it.
 ///
@@ -63,7 +60,7 @@ pub fn swap_off(swap: &SwapEntry, swaps: &[SwapEntry]) -> Result<()> {
     let mut progress = Display::new(swap);
     let mut stall = Stall::new(swap.used);
     loop {
-        if let Some(status) = wait(child, TICK)? {
+        if let Some(status) = child::wait(child, TICK)? {
             progress.clear();
             outcome(swap, status)?;
             if swap.used >= TOLD_BYTES {
@@ -89,38 +86,13 @@ pub fn swap_off(swap: &SwapEntry, swaps: &[SwapEntry]) -> Result<()> {
 /// Starts a process that calls swapoff(2) and ends with its errno. It is not this one, because it may
 /// have to be left behind: a swapoff that waits for a disk which does not answer cannot be killed.
 fn start(path: &CStr) -> Result<Pid> {
-    // SAFETY: this program has one thread, so the child may do what its parent could; it makes three
-    // system calls and leaves by _exit, which runs nothing of the parent's.
-    match unsafe { fork() } {
-        Ok(ForkResult::Parent { child }) => Ok(child),
-        // SAFETY: system calls on plain values and a NUL-terminated path.
-        Ok(ForkResult::Child) => unsafe {
-            // Nobody would hear of its end: then the swap stays as it is.
-            libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
-            let errno = match libc::swapoff(path.as_ptr()) {
-                0 => 0,
-                _ => Errno::last_raw(),
-            };
-            libc::_exit(errno)
-        },
-        Err(errno) => Err(Error::os("cannot start a process for swapoff", errno)),
-    }
-}
-
-/// How the child ended, if it does within `limit`.
-fn wait(child: Pid, limit: Duration) -> Result<Option<WaitStatus>> {
-    let end = Instant::now() + limit;
-    loop {
-        match waitpid(child, Some(WaitPidFlag::WNOHANG)) {
-            Ok(WaitStatus::StillAlive) | Err(Errno::EINTR) => {}
-            Ok(status) => return Ok(Some(status)),
-            Err(errno) => return Err(Error::os("cannot wait for the swapoff", errno)),
+    child::start(|| {
+        // SAFETY: a system call that reads the NUL-terminated path, which outlives it.
+        match unsafe { libc::swapoff(path.as_ptr()) } {
+            0 => 0,
+            _ => Errno::last_raw(),
         }
-        if Instant::now() >= end {
-            return Ok(None);
-        }
-        std::thread::sleep(LOOK_AGAIN);
-    }
+    })
 }
 
 fn outcome(swap: &SwapEntry, status: WaitStatus) -> Result<()> {
@@ -154,12 +126,9 @@ fn stalled(swap: &SwapEntry, left: u64, child: Pid) -> Error {
         STALL_LIMIT.as_secs(),
         human(left)
     );
-    // One that has just ended is waited for all the same.
-    let _ = kill(child, Signal::SIGKILL);
-    let is_ended = matches!(wait(child, KILL_LIMIT), Ok(Some(_)));
     Error::new(
         ErrorKind::Timeout,
-        if is_ended {
+        if child::end(child) {
             format!("{what}, and was given up: it is swap as before")
         } else {
             format!(
@@ -404,7 +373,9 @@ mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         let path = c_path(file.path()).unwrap();
         let child = start(&path).unwrap();
-        let status = wait(child, Duration::from_secs(20)).unwrap().unwrap();
+        let status = child::wait(child, Duration::from_secs(20))
+            .unwrap()
+            .unwrap();
         let WaitStatus::Exited(_, errno) = status else {
             panic!("{status:?}");
         };
