@@ -12,7 +12,7 @@ use crate::{Case, On};
 pub const CASES: &[Case] = &[
     (
         "endings::swapoff_that_does_not_fit",
-        On::Every,
+        On::Newest,
         does_not_fit,
     ),
     ("endings::ghost", On::Every, ghost),
@@ -41,11 +41,11 @@ fn keeper(guest: &Guest, mib: u64) -> Result<(Process, Process)> {
 }
 
 fn does_not_fit(kernel: &Kernel) -> Result<()> {
-    let guest = Guest::boot(kernel, "does-not-fit", 256, |vm| vm.memory(320))?;
+    let guest = Guest::boot(kernel, "does-not-fit", 256, |vm| vm.memory(256))?;
     let options = "--size max --io-memory 4M --queues 1";
     guest.add("swap0", &format!("{} {options}", guest.gpu(0)))?;
     guest.must("vramctl swap on swap0")?;
-    let (keeper, opener) = keeper(&guest, 300)?;
+    let (keeper, opener) = keeper(&guest, 230)?;
     let refusal = guest.refused(
         "vramctl remove swap0 --swapoff 2>/tmp/said; rc=$?; tail -n 1 /tmp/said >&2; exit $rc",
         1,

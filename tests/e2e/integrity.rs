@@ -142,7 +142,7 @@ fn reader_meets_writer(kernel: &Kernel) -> Result<()> {
     let path = guest.add("d", &format!("{} {OPTIONS}", guest.gpu(0)))?;
     let common = format!(
         "--filename={path} --direct=1 --ioengine=io_uring --iodepth=8 --size=1M --thread --norandommap \
-         --time_based --runtime=40 --group_reporting --output-format=terse"
+         --time_based --runtime=25 --group_reporting --output-format=terse"
     );
     // Few blocks, so that they meet all the time; the writers meet each other, too.
     guest.must_within(

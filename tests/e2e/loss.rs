@@ -10,6 +10,11 @@ use crate::{Case, On};
 
 pub const CASES: &[Case] = &[
     ("loss::unplugged", On::Every, unplugged),
+    (
+        "loss::unplugged_under_swap",
+        On::Newest,
+        unplugged_under_swap,
+    ),
     ("loss::mapping_taken_away", On::Every, mapping_taken_away),
     ("loss::copy_that_hangs", On::Newest, copy_that_hangs),
     ("loss::canary_overwritten", On::Newest, canary_overwritten),
@@ -86,6 +91,50 @@ fn unplugged(kernel: &Kernel) -> Result<()> {
     guest.add("d", &format!("--gpu {address} {OPTIONS}"))?;
     guest.must("vramctl remove d")?;
     guest.nothing_left()?;
+    guest.end()
+}
+
+/// What was swapped is gone: whoever touches it gets SIGBUS, and the machine goes on.
+fn unplugged_under_swap(kernel: &Kernel) -> Result<()> {
+    let files = tempfile::tempdir()?;
+    let guest = Guest::boot(kernel, "unplugged-swap", 16, |vm| {
+        vm.hotplug_ports(1)
+            .panic_on_hung_task(Duration::from_secs(60))
+    })?;
+    let address = guest.plug(&Device::Ivshmem {
+        size_mib: 256,
+        file: files.path().join("plugged"),
+    })?;
+    guest.add("d", &format!("--gpu {address} {OPTIONS} --swap"))?;
+    // Pushed out by a limit of its cgroup; there is memory enough to bring it all back.
+    guest.must(
+        "echo +memory > /sys/fs/cgroup/cgroup.subtree_control; mkdir -p /sys/fs/cgroup/small; \
+         echo 40M > /sys/fs/cgroup/small/memory.high; mkfifo /tmp/go",
+    )?;
+    let keeper = guest.spawn_sh(
+        "echo $$ > /sys/fs/cgroup/small/cgroup.procs; exec vramtest hog --mib 80 --keep < /tmp/go",
+    )?;
+    let opener = guest.spawn_sh("exec sleep 1000 > /tmp/go")?;
+    guest.must_within(
+        "while ! grep -q pswpout\\ [1-9][0-9][0-9][0-9] /proc/vmstat; do sleep 0.2; done",
+        60,
+    )?;
+    guest.unplug(&address)?;
+    guest.must_within(
+        "until vramctl show d --json | grep -q '\"state\": \"lost\"'; do sleep 0.2; done",
+        30,
+    )?;
+    guest.must("echo max > /sys/fs/cgroup/small/memory.high")?;
+    // Every page that cannot be read is marked as such, and swapoff goes on.
+    guest.must_within("vramctl remove d --swapoff", 120)?;
+    guest.nothing_left()?;
+    guest.must("echo > /tmp/go")?;
+    let out = keeper.wait(Duration::from_secs(60))?;
+    ensure!(
+        !out.success(),
+        "lost memory must not look like memory: {out}"
+    );
+    opener.kill(libc::SIGKILL)?;
     guest.end()
 }
 

@@ -69,9 +69,9 @@ impl Status {
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
         table.as_ref().map(|table| ChecksumInfo {
-            bytes: table.blocks() * 8,
+            bytes: table.len_bytes(),
             left_writing: table.left_writing(),
-            unverified: false,
+            unverified: table.is_unverified(),
         })
     }
 

@@ -65,7 +65,14 @@ fn clean_up(device: &Device) -> Result<()> {
         refuse_if_used(device, fixed)?;
         delete_disk(device, fixed)?;
         if let (Some(address), "pci") = (fixed.gpu.as_deref(), fixed.backend.as_str()) {
-            pci::wipe_orphan(address, &Layout::new(fixed.size, Some(fixed.chunk_size))?)?;
+            let layout = Layout::new(fixed.size, Some(fixed.chunk_size))?;
+            match pci::wipe_orphan(address, &layout) {
+                // A card that is gone, or answers nothing, must not stay in the list for ever.
+                Err(error) if [ErrorKind::NotFound, ErrorKind::Io].contains(&error.kind) => {
+                    output::warning(&format!("the memory was not wiped: {error}"));
+                }
+                outcome => outcome?,
+            }
         }
     }
     // An empty group that stays harms nobody.

@@ -28,10 +28,10 @@ mod rebuild;
 #[cfg(test)]
 mod tests;
 
-use std::sync::atomic::{AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 
 use entry::Entry;
-pub use rebuild::rebuild;
+pub use rebuild::{Sample, rebuild, sample};
 
 use super::shared::SharedMapping;
 use crate::error::{Error, ErrorKind, Result};
@@ -77,6 +77,8 @@ pub struct ChecksumTable {
     blocks: u64,
     /// Blocks that a dead worker left half written and that were not rewritten since.
     left: AtomicU64,
+    /// The table was lost, and is being rebuilt.
+    unverified: AtomicBool,
 }
 
 impl ChecksumTable {
@@ -103,7 +105,13 @@ impl ChecksumTable {
             memory,
             blocks: device_bytes.div_ceil(u64::from(BLOCK_BYTES)),
             left: AtomicU64::new(0),
+            unverified: AtomicBool::new(false),
         })
+    }
+
+    /// Bytes of memory that the table takes.
+    pub fn len_bytes(&self) -> u64 {
+        self.blocks * ENTRY_BYTES
     }
 
     /// Blocks of the device.
@@ -134,6 +142,17 @@ impl ChecksumTable {
         }
         self.left.store(left, Ordering::SeqCst);
         left
+    }
+
+    /// Notes that the memory was found without its table: nothing says that its bytes are what was
+    /// written, until [`rebuild()`] has been through.
+    pub fn set_unverified(&self) {
+        self.unverified.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether the memory was found without its table, and not all of it has a checksum again.
+    pub fn is_unverified(&self) -> bool {
+        self.unverified.load(Ordering::Relaxed)
     }
 
     /// Blocks that a dead worker left half written and nobody has rewritten.

@@ -100,7 +100,36 @@ fn a_table_that_was_lost_is_rebuilt_from_the_memory() {
     table.begin(7);
     let (routines, stop) = (CopyRoutines::best(), AtomicBool::new(false));
     let rebuild = || rebuild(&table, &layout, backend.chunks(), &routines, &stop).unwrap();
+    table.set_unverified();
     assert_eq!(rebuild(), table.blocks() - 1, "all but what is written now");
+    assert!(!table.is_unverified());
+    let look = |most| sample(&table, &layout, backend.chunks(), &routines, most).unwrap();
+    let all = table.blocks() - 1;
+    assert_eq!(
+        look(u64::MAX),
+        Sample {
+            checked: all,
+            bad: 0
+        }
+    );
+    assert_eq!(
+        look(10),
+        Sample {
+            checked: 10,
+            bad: 0
+        }
+    );
+    // SAFETY: as above.
+    unsafe { at.write(0x76) };
+    assert_eq!(
+        look(u64::MAX),
+        Sample {
+            checked: all,
+            bad: 1
+        }
+    );
+    // SAFETY: as above.
+    unsafe { at.write(0x77) };
     assert_eq!(table.check(2, &[0x77; BLOCK]), Verdict::Good);
     assert_eq!(table.check(1279, &[0; BLOCK]), Verdict::Good);
     assert_eq!(table.check(7, &[0; BLOCK]), Verdict::Unchecked);
