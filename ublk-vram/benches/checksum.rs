@@ -15,7 +15,7 @@ use ublk_vram::backend::host::HostMemory;
 use ublk_vram::backend::{MemoryHandles, QueueId};
 use ublk_vram::engine::{Engine, Integrity, Op, Request, StatsTable};
 use ublk_vram::health::Health;
-use ublk_vram::store::checksum::block_crc;
+use ublk_vram::store::checksum::crc32c;
 use ublk_vram::store::shared::SharedMapping;
 use ublk_vram::store::{CANARY_BYTES, ChecksumTable, ChunkTable, Layout};
 
@@ -139,7 +139,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let crc = median(|| {
         let (begin, mut sum) = (Instant::now(), 0u32);
         for _ in 0..10_000 {
-            sum ^= block_crc(std::hint::black_box(&block));
+            sum ^= crc32c(std::hint::black_box(&block));
         }
         std::hint::black_box(sum);
         begin.elapsed().as_nanos() as f64 / 10_000.0

@@ -22,7 +22,7 @@ use super::{Engine, id_of};
 use crate::backend::{Direction, GONE};
 use crate::copy::LINE;
 use crate::health::{Health, IoEvent, Loss, judge_canary};
-use crate::store::checksum::{BLOCK_BYTES, Doubt, Verdict, ZERO_BLOCK_CRC, block_crc};
+use crate::store::checksum::{BLOCK_BYTES, Doubt, Verdict, ZERO_BLOCK_CRC, crc32c};
 use crate::store::{CANARY_BYTES, ChecksumTable};
 
 const BLOCK: u64 = BLOCK_BYTES as u64;
@@ -98,7 +98,7 @@ impl Integrity {
             let crc = match piece.direction {
                 _ if !is_whole || !whole.contains(&block) => None,
                 Direction::Zero => Some(ZERO_BLOCK_CRC),
-                Direction::Write | Direction::Read => Some(block_crc(block_of(piece, block))),
+                Direction::Write | Direction::Read => Some(crc32c(block_of(piece, block))),
             };
             table.end(block, crc);
         }

@@ -25,6 +25,7 @@
 use crate::device::DeviceName;
 
 use super::HEADER_BYTES;
+use super::checksum::crc32c;
 
 /// Bytes at a header's start that stay the same for a device's whole life: magic, format, UUID and
 /// name. They are the canary, one line of the bus.
@@ -110,7 +111,7 @@ impl Header {
             *to = *from;
         }
         let (covered, crc) = page.split_at_mut(CRC_OFFSET);
-        crc.copy_from_slice(&crc32c::crc32c(covered).to_le_bytes());
+        crc.copy_from_slice(&crc32c(covered).to_le_bytes());
         page
     }
 
@@ -137,7 +138,7 @@ impl Header {
         }
         let (covered, crc) = page.split_at(CRC_OFFSET);
         let version = u32::from_le_bytes(reader.take());
-        if crc32c::crc32c(covered).to_le_bytes() != crc {
+        if crc32c(covered).to_le_bytes() != crc {
             return Err(HeaderError::Checksum);
         }
         if version != VERSION {

@@ -6,7 +6,7 @@
 use std::sync::atomic::{AtomicBool, Ordering, fence};
 
 use super::entry::Entry;
-use super::{BLOCK_BYTES, ChecksumTable, block_crc};
+use super::{BLOCK_BYTES, ChecksumTable, crc32c};
 use crate::backend::ChunkMemory;
 use crate::copy::CopyRoutines;
 use crate::error::{Error, ErrorKind, Result};
@@ -127,7 +127,7 @@ impl<'a> Reader<'a> {
         // SAFETY: `at` is mapped for a page, which is ours to read; what writes change meanwhile is
         // found by the entry, which is looked at after.
         bus_error::guarded(|| unsafe { routines.load(to, at, len) })?;
-        let crc = block_crc(&*self.page);
+        let crc = crc32c(&*self.page);
         // Streaming loads are weakly ordered: the entry must not be looked at before they are done.
         fence(Ordering::SeqCst);
         Ok(crc)

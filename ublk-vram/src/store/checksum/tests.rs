@@ -23,7 +23,11 @@ fn table(device_bytes: u64) -> ChecksumTable {
 
 #[test]
 fn a_block_of_zeroes() {
-    assert_eq!(ZERO_BLOCK_CRC, block_crc(&[0; BLOCK]));
+    // RFC 3720, B.4, and the check value of the catalogues.
+    assert_eq!(crc32c(&[0; 32]), 0x8a91_36aa);
+    assert_eq!(crc32c(&[0xff; 32]), 0x62a8_ab43);
+    assert_eq!(crc32c(b"123456789"), 0xe306_9283);
+    assert_eq!(ZERO_BLOCK_CRC, crc32c(&[0; BLOCK]));
     let table = table(1 << 20);
     assert_eq!(table.check(3, &[0; BLOCK]), Verdict::Unchecked);
     assert_eq!(table.count_unset(), 256);
@@ -43,14 +47,14 @@ fn a_flipped_bit_is_bad_only_after_a_second_read() {
     let mut page = [0x42; BLOCK];
     table.begin(5);
     assert_eq!(table.check(5, &page), Verdict::Unchecked);
-    let crc = block_crc(&page);
+    let crc = crc32c(&page);
     table.end(5, Some(crc));
     assert_eq!(table.check(5, &page), Verdict::Good);
     page[100] ^= 1;
     let Verdict::Doubtful(doubt) = table.check(5, &page) else {
         panic!("not noticed");
     };
-    let found = block_crc(&page);
+    let found = crc32c(&page);
     assert_eq!(
         table.judge(5, &page, doubt),
         Verdict::Bad {
@@ -81,7 +85,7 @@ fn what_a_dead_worker_was_writing_is_counted_until_rewritten() {
     assert_eq!(table.left_writing(), 2);
     assert_eq!(table.check(2, &[1; BLOCK]), Verdict::Unchecked);
     table.begin(2);
-    table.end(2, Some(block_crc(&[1; BLOCK])));
+    table.end(2, Some(crc32c(&[1; BLOCK])));
     assert_eq!((table.left_writing(), table.count_unset()), (1, 1));
     assert_eq!(table.check(2, &[1; BLOCK]), Verdict::Good);
     // The next death counts what is still left.
@@ -172,7 +176,7 @@ fn a_reader_that_meets_a_writer_is_never_wrong() {
                 for to in &memory {
                     to.store(word, Ordering::Relaxed);
                 }
-                table.end(0, Some(block_crc(&page)));
+                table.end(0, Some(crc32c(&page)));
                 if stop.load(Ordering::Relaxed) {
                     break;
                 }
