@@ -14,10 +14,9 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use ublk_vram::backend::host::HostMemory;
 use ublk_vram::backend::{MemoryHandles, QueueId};
 use ublk_vram::engine::{Engine, Integrity, Op, Request, StatsTable};
-use ublk_vram::health::Health;
 use ublk_vram::store::checksum::crc32c;
 use ublk_vram::store::shared::SharedMapping;
-use ublk_vram::store::{CANARY_BYTES, ChecksumTable, ChunkTable, Layout};
+use ublk_vram::store::{ChecksumTable, ChunkTable, Layout};
 
 const DEVICE: u64 = 256 << 20;
 const SIZES: [usize; 3] = [4 << 10, 64 << 10, 1 << 20];
@@ -51,8 +50,7 @@ impl Device {
         };
         let integrity = Integrity {
             checksums,
-            health: Arc::new(Health::new(1, 1)?),
-            canary: [0; CANARY_BYTES],
+            ..Integrity::none(1, 1)?
         };
         let stats = StatsTable::new(shared(StatsTable::bytes(1) as u64)?, 1)?;
         let engine = Engine::new(

@@ -82,6 +82,18 @@ fn looks_lost(block: &[u8]) -> bool {
 }
 
 impl Integrity {
+    /// For an engine whose memory has no headers and no checksums, as a bench's.
+    ///
+    /// # Errors
+    /// As [`Health::new`].
+    pub fn none(queues: u16, depth: u16) -> crate::Result<Integrity> {
+        Ok(Integrity {
+            checksums: None,
+            health: Arc::new(Health::new(queues, depth)?),
+            canary: [0; CANARY_BYTES],
+        })
+    }
+
     /// Before the first byte of a write or of zeroes is stored.
     pub(super) fn begin_write(&self, piece: &Slot) {
         let Some(table) = &self.checksums else { return };

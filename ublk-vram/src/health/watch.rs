@@ -23,6 +23,9 @@ use crate::store::{CANARY_BYTES, HEADER_BYTES};
 const TICK: Duration = Duration::from_secs(1);
 /// Every so many ticks the bus and the canaries are looked at without a suspicion.
 const LOOK_EVERY: u32 = 5;
+/// So often, so far apart, a function has not answered before it counts as gone.
+const LOOKS: u32 = 3;
+const BETWEEN_LOOKS: Duration = Duration::from_millis(100);
 /// Events of one kind that are told in a second; the rest are counted.
 const TOLD_A_TICK: u32 = 8;
 
@@ -192,10 +195,8 @@ impl Watch {
 
     /// Looks at the bus, and at every canary.
     fn look(&self) {
-        if self
-            .presence
-            .as_ref()
-            .is_some_and(|presence| !presence.answers())
+        if let Some(presence) = &self.presence
+            && !answers_in_time(presence)
         {
             self.health.lose(Loss::Absent);
             return;
@@ -208,6 +209,16 @@ impl Watch {
             }
         }
     }
+}
+
+/// A link that is being trained anew, or a function that is being reset, may not answer for a moment.
+fn answers_in_time(presence: &Presence) -> bool {
+    (0..LOOKS).any(|look| {
+        if look > 0 {
+            std::thread::sleep(BETWEEN_LOOKS);
+        }
+        presence.answers()
+    })
 }
 
 impl Canaries {
