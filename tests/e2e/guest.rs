@@ -162,7 +162,7 @@ impl Guest {
     /// The (min_flt, maj_flt) of each of a device's queue threads.
     pub fn queue_faults(&self, name: &str) -> Result<Vec<(u64, u64)>> {
         let show = self.show(name)?;
-        let pid = &show["pid"];
+        let pid = &show["server"]["worker"];
         let queues = show["queue"].as_array().context("no queues in show")?;
         queues
             .iter()
@@ -180,15 +180,45 @@ impl Guest {
             .collect()
     }
 
-    /// Every thread of the server allocates without I/O, is locked, and nothing of it is swapped.
+    /// The process ids of a device's server: supervisor, worker, standby (0: there is none).
+    pub fn processes(&self, name: &str) -> Result<[i64; 3]> {
+        let show = self.show(name)?;
+        let pid = |key: &str| {
+            show["server"][key]
+                .as_i64()
+                .with_context(|| format!("no {key}"))
+        };
+        Ok([pid("supervisor")?, pid("worker")?, pid("standby")?])
+    }
+
+    /// Waits until all processes of a server are there.
+    pub fn wait_whole(&self, name: &str) -> Result<[i64; 3]> {
+        for _ in 0..300 {
+            let processes = self.processes(name)?;
+            if processes.iter().all(|&pid| pid > 0) && self.show(name)?["state"] == "live" {
+                return Ok(processes);
+            }
+            std::thread::sleep(Duration::from_millis(200));
+        }
+        bail!("the server is not whole: {}", self.show(name)?)
+    }
+
+    /// Every thread of every process of the server allocates without I/O, is locked, and nothing of it
+    /// is swapped.
     pub fn server_is_protected(&self, name: &str) -> Result<()> {
-        let pid = self.show(name)?["pid"].as_i64().context("no pid in show")?;
+        for pid in self.wait_whole(name)? {
+            self.process_is_protected(pid)?;
+        }
+        Ok(())
+    }
+
+    fn process_is_protected(&self, pid: i64) -> Result<()> {
         // PF_MEMALLOC_NOIO and PF_LOCAL_THROTTLE (include/linux/sched.h): what IO_FLUSHER sets.
         const FLUSHER: u64 = 0x0008_0000 | 0x0010_0000;
         let stats = self.must(&format!("cat /proc/{pid}/task/*/stat"))?;
         ensure!(
-            stats.lines().count() >= 4,
-            "lifecycle, signals, control and queues: {stats}"
+            stats.lines().count() >= 3,
+            "loop, control and chores, or lifecycle, orders, signals and queues: {stats}"
         );
         for line in stats.lines() {
             let flags: u64 = line

@@ -12,6 +12,7 @@ mod integrity;
 mod io;
 mod lifecycle;
 mod loss;
+mod recovery;
 mod refusals;
 mod remove;
 mod swap;
@@ -49,6 +50,7 @@ fn main() {
         endings::CASES,
         remove::CASES,
         lifecycle::CASES,
+        recovery::CASES,
         refusals::CASES,
     ]
     .concat();

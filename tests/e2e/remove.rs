@@ -105,18 +105,21 @@ fn race(kernel: &Kernel, name: &str, options: &str) -> Result<()> {
     guest.end()
 }
 
-/// The server dies while a filesystem is on its disk: the disk goes, nobody hangs, and what is left
+/// The worker of a device without recovery dies while a filesystem is on its disk: the disk goes, nobody hangs, and what is left
 /// can be cleaned up.
 fn killed_while_mounted(kernel: &Kernel) -> Result<()> {
     let guest = Guest::boot(kernel, "killed-mounted", 64, |vm| {
         vm.module("ext4").tools(&["mkfs.ext4", "mount", "umount"])
     })?;
-    let path = guest.add("d", &format!("{} {OPTIONS}", guest.gpu(0)))?;
+    let path = guest.add(
+        "d",
+        &format!("{} {OPTIONS} --lab-no-recovery", guest.gpu(0)),
+    )?;
     guest.must_within(
         &format!("mkfs.ext4 -q {path} && mkdir -p /mnt && mount {path} /mnt"),
         60,
     )?;
-    let pid = guest.show("d")?["pid"].clone();
+    let pid = guest.show("d")?["server"]["worker"].clone();
     guest.must(&format!(
         "dd if=/dev/zero of=/mnt/dirty bs=1M count=8 2>/dev/null; kill -9 {pid}"
     ))?;

@@ -3,7 +3,9 @@
 
 mod edges;
 mod hog;
+mod killer;
 mod misc;
+mod soak;
 
 use std::path::PathBuf;
 
@@ -34,6 +36,37 @@ enum Command {
     Edges {
         /// The block device.
         device: PathBuf,
+    },
+    /// Kill a device's worker again and again and wait each time until another one serves; says in JSON
+    /// what that did.
+    KillWorker {
+        /// The device.
+        name: ublk_vram::device::DeviceName,
+        /// How often.
+        #[arg(long, default_value_t = 1)]
+        times: u32,
+        /// Hold some copies first (the device has the fault layer).
+        #[arg(long)]
+        hold: bool,
+        /// Only when a standby is ready.
+        #[arg(long)]
+        whole: bool,
+        /// Milliseconds between a takeover and the next kill.
+        #[arg(long, default_value_t = 0)]
+        pause_ms: u64,
+    },
+    /// Read, write and check a device while processes of its server are killed and copies fail.
+    Soak {
+        /// The device.
+        name: ublk_vram::device::DeviceName,
+        /// Its disk.
+        device: PathBuf,
+        /// How long.
+        #[arg(long)]
+        seconds: u64,
+        /// Decides what happens when.
+        #[arg(long)]
+        seed: u64,
     },
     /// Open a file and hold it for some seconds.
     Hold {
@@ -67,6 +100,25 @@ enum Command {
 fn main() -> anyhow::Result<()> {
     match Args::parse().command {
         Command::Hog { mib, rounds, keep } => hog::run(mib, rounds, keep),
+        Command::KillWorker {
+            name,
+            times,
+            hold,
+            whole,
+            pause_ms,
+        } => killer::run(&killer::Plan {
+            name,
+            times,
+            hold,
+            whole,
+            pause: std::time::Duration::from_millis(pause_ms),
+        }),
+        Command::Soak {
+            name,
+            device,
+            seconds,
+            seed,
+        } => soak::run(&name, &device, seconds, seed),
         Command::Edges { device } => edges::run(&device),
         Command::Hold { path, seconds } => misc::hold(&path, seconds),
         Command::SwapLoop { device, seconds } => misc::swap_loop(&device, seconds),

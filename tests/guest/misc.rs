@@ -37,8 +37,8 @@ pub fn swap_loop(device: &Path, seconds: u64) -> anyhow::Result<()> {
             match std::io::Error::last_os_error().raw_os_error() {
                 Some(libc::ENOENT | libc::ENXIO | libc::ENODEV) => break,
                 Some(libc::EBUSY) => busy += 1,
-                // The disk ended under the read of the swap header.
-                Some(libc::EIO | libc::EINVAL) if !device.exists() => break,
+                // The disk is ending under the read of the swap header; its node goes next.
+                Some(libc::EIO | libc::EINVAL) => std::thread::sleep(Duration::from_millis(20)),
                 error => bail!("swapon: {error:?}"),
             }
         }

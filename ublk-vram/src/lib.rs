@@ -7,8 +7,9 @@
 //! The rooms, from a request's point of view (docs/architecture.md tells it as one run):
 //! [`ublk`] takes a request from the kernel, [`engine`] cuts it into copies, [`store`] finds the
 //! chunk, [`copy`] (or, later, the GPU's copy engine) of a [`backend`] moves the bytes, and [`ublk`]
-//! gives the answer back. [`health`] knows whether the memory is still there. [`worker`] owns the life of
-//! one device, [`control`] lets others ask, [`safety`] keeps the machine alive.
+//! gives the answer back. [`health`] knows whether the memory is still there. A [`worker`] does the I/O of one device and may die; a [`supervisor`] holds
+//! the [`session`], which outlives it, and lets another one take over; [`control`] lets others ask,
+//! [`safety`] keeps the machine alive.
 #![warn(missing_docs)]
 #![cfg_attr(
     not(test),
@@ -27,9 +28,12 @@ pub mod device;
 pub mod engine;
 pub mod error;
 pub mod health;
+pub mod log;
 pub mod safety;
+pub mod session;
 pub mod size;
 pub mod store;
+pub mod supervisor;
 pub mod ublk;
 pub mod worker;
 

@@ -1,24 +1,19 @@
 //! `ublk-vram`: the server of one device. Users start it through `vramctl add`.
 
-use std::fs::OpenOptions;
 use std::io::Read;
 use std::os::fd::RawFd;
 use std::path::Path;
 use std::process::ExitCode;
-use std::sync::Mutex;
 
 use clap::{Parser, Subcommand};
-use tracing_subscriber::filter::{EnvFilter, LevelFilter};
-use tracing_subscriber::fmt;
-use tracing_subscriber::prelude::*;
 use ublk_vram::backend::conformance::check_backend;
 use ublk_vram::backend::{MemoryHandles, bench};
 use ublk_vram::control::RunDir;
-use ublk_vram::device::DeviceSpec;
+use ublk_vram::device::{DeviceName, DeviceSpec};
 use ublk_vram::safety::CgroupOutcome;
 use ublk_vram::store::Layout;
-use ublk_vram::worker::{self, Session, StartLine, StartPipe};
-use ublk_vram::{Error, ErrorKind, Result, safety};
+use ublk_vram::supervisor::{self, StartLine, StartPipe};
+use ublk_vram::{Error, ErrorKind, Result, safety, worker};
 
 /// Serves a block device whose storage is GPU memory. Started by `vramctl add`.
 #[derive(Parser)]
@@ -35,7 +30,19 @@ enum Command {
         /// Descriptor of the pipe that learns how the start went.
         #[arg(long, value_name = "FD")]
         start_pipe: Option<RawFd>,
+        /// Serve the device again that is left of this name.
+        #[arg(long, value_name = "NAME", conflicts_with = "adopt")]
+        recover: Option<DeviceName>,
+        /// Take over from a supervisor that is gone (started by its worker).
+        #[arg(long, hide = true)]
+        adopt: bool,
     },
+    /// Do the I/O of a device (started by its supervisor).
+    #[command(name = worker::SUBCOMMAND, hide = true)]
+    Worker,
+    /// Tell the sizes of the device whose specification is on standard input (started by a supervisor).
+    #[command(name = supervisor::PLAN_SUBCOMMAND, hide = true)]
+    Plan,
     /// Check the memory that a specification (JSON, on standard input) names with the suite that
     /// every backend passes. What the memory held is destroyed.
     #[command(hide = true)]
@@ -51,9 +58,18 @@ enum Command {
 
 fn main() -> ExitCode {
     let outcome = match Args::parse().command {
-        // SAFETY: the descriptor was inherited for this purpose; no code before this line opened one
-        // that could have the same number and be owned by somebody.
-        Command::Serve { start_pipe } => serve(unsafe { StartPipe::inherited(start_pipe) }),
+        Command::Serve { adopt: true, .. } => supervisor::adopt(),
+        Command::Serve {
+            start_pipe,
+            recover,
+            ..
+        } => {
+            // SAFETY: the descriptor was inherited for this purpose; no code before this line opened
+            // one that could have the same number and be owned by somebody.
+            serve(unsafe { StartPipe::inherited(start_pipe) }, recover)
+        }
+        Command::Worker => worker::main(),
+        Command::Plan => supervisor::plan_main(),
         Command::Conformance => conformance(),
         Command::BenchCopy => bench_copy(),
         Command::SwapoffHelper => worker::swapoff::helper_main(),
@@ -67,14 +83,26 @@ fn main() -> ExitCode {
     }
 }
 
-fn serve(mut start: StartPipe) -> Result<()> {
-    let prepared = read_spec().and_then(|spec| {
-        let name = spec.name.clone();
-        // An empty group is left behind by a start that fails after it moved there.
-        prepare(spec).inspect_err(|_| drop(safety::remove_cgroup(name.as_str())))
-    });
+fn serve(mut start: StartPipe, orphan: Option<DeviceName>) -> Result<()> {
+    let prepared = match &orphan {
+        Some(name) => supervisor::read_identity(name).and_then(|identity| {
+            let warnings = prepare(&identity.spec)?;
+            Ok((identity.spec.clone(), Some(identity), warnings))
+        }),
+        None => read_spec().and_then(|spec| {
+            // An empty group is left behind by a start that fails after it moved there.
+            let warnings =
+                prepare(&spec).inspect_err(|_| drop(safety::remove_cgroup(spec.name.as_str())))?;
+            Ok((spec, None, warnings))
+        }),
+    };
     match prepared {
-        Ok((session, warnings)) => worker::run(session, start, warnings),
+        Ok((_, Some(identity), warnings)) => supervisor::recover(identity, start, warnings),
+        Ok((spec, None, warnings)) => {
+            let name = spec.name.clone();
+            supervisor::run(spec, start, warnings)
+                .inspect_err(|_| drop(safety::remove_cgroup(name.as_str())))
+        }
         Err(error) => {
             start.send(&StartLine::Failed {
                 failed: error.clone(),
@@ -126,15 +154,16 @@ fn read_spec() -> Result<DeviceSpec> {
     })
 }
 
-/// What must happen while the process has one thread: then every later thread inherits it.
-fn prepare(spec: DeviceSpec) -> Result<(Session, Vec<String>)> {
+/// What must happen while the process has one thread: then every later thread inherits it, and every
+/// process that is started.
+fn prepare(spec: &DeviceSpec) -> Result<Vec<String>> {
     if !nix::unistd::geteuid().is_root() {
         return Err(Error::new(
             ErrorKind::Permission,
             "ublk devices are made by root: run this as root (sudo)",
         ));
     }
-    start_log(&spec)?;
+    ublk_vram::log::start(spec)?;
     safety::settle_allocator();
     safety::detach_from_caller()?;
     let mut warnings = Vec::new();
@@ -152,40 +181,5 @@ fn prepare(spec: DeviceSpec) -> Result<(Session, Vec<String>)> {
     safety::enter_private_mount_namespace(&keep)?;
     safety::block_termination_signals()?;
     warnings.extend(safety::protect(spec.allow_unsafe, spec.lab.no_memory_lock)?);
-    Ok((Session::create(spec)?, warnings))
-}
-
-/// Messages go to standard error until the device is live, and to the lab's file if there is one.
-/// Warnings and errors go to the kernel's log as well: it is the one place that works early in boot,
-/// under memory pressure, and when the server has no standard error any more.
-///
-/// libublk speaks through the `log` crate, which nobody listens to here: its messages are about single
-/// requests, on the I/O path.
-fn start_log(spec: &DeviceSpec) -> Result<()> {
-    let open = |path: &Path| OpenOptions::new().create(true).append(true).open(path);
-    let filter =
-        EnvFilter::try_from_env("UBLK_VRAM_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
-    let lab_file = match &spec.lab.log_file {
-        Some(path) => Some(
-            open(path)
-                .map_err(|error| Error::os(format!("cannot open {}", path.display()), error))?,
-        ),
-        None => None,
-    };
-    // Without the right to write there, its messages are lost and nothing else.
-    let kernel_log = OpenOptions::new().write(true).open("/dev/kmsg").ok();
-    let kernel_log = kernel_log.map(|file| {
-        let layer = fmt::layer().with_ansi(false).without_time();
-        layer
-            .with_writer(Mutex::new(file))
-            .with_filter(LevelFilter::WARN)
-    });
-    let lab_log = lab_file.map(|file| fmt::layer().with_ansi(false).with_writer(Mutex::new(file)));
-    tracing_subscriber::registry()
-        .with(fmt::layer().with_ansi(false).with_writer(std::io::stderr))
-        .with(lab_log)
-        .with(kernel_log)
-        .with(filter)
-        .init();
-    Ok(())
+    Ok(warnings)
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use clap::{Parser, Subcommand, ValueEnum};
 use ublk_vram::control::FaultAction;
-use ublk_vram::device::DeviceName;
+use ublk_vram::device::{CrashPoint, DeviceName, LabCrash};
 use ublk_vram::size::{SizeSpec, parse_bytes};
 
 /// The priority of our swap unless told otherwise: before any disk (the kernel gives those negative
@@ -34,7 +34,7 @@ const REMOVE_EXAMPLES: &str = "\
 EXAMPLES
   vramctl remove fast
   vramctl remove swap0 --swapoff
-  vramctl remove fast --force              after its server was killed";
+  vramctl remove fast --force              when it failed, or all of its server was killed";
 
 const LIST_EXAMPLES: &str = "\
 EXAMPLES
@@ -68,6 +68,10 @@ pub enum Verb {
     List(ListArgs),
     /// Show everything about one device
     Show(ShowArgs),
+    /// Replace the process that does a device's I/O by a fresh one, for an upgrade: nothing fails
+    Restart(RestartArgs),
+    /// Bring a device back that failed, or whose server died
+    Recover(RecoverArgs),
     /// Use a device as swap, or no longer
     #[command(subcommand)]
     Swap(SwapVerb),
@@ -166,6 +170,10 @@ pub struct AddArgs {
     /// Start although a protection that swap needs is missing
     #[arg(long)]
     pub allow_unsafe: bool,
+    /// When no worker can serve the device any more, wait so many seconds, then end it with EIO for
+    /// what waits [default: wait for somebody to decide]
+    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    pub fail_after: Option<Duration>,
     /// Say what would happen, print the specification, do nothing
     #[arg(long)]
     pub dry_run: bool,
@@ -184,6 +192,12 @@ pub struct AddArgs {
     /// Seconds after which a copy that does not complete is the loss of the device
     #[arg(long, hide = true, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
     pub lab_copy_limit: Option<u64>,
+    /// Let the disk die with its worker
+    #[arg(long, hide = true)]
+    pub lab_no_recovery: bool,
+    /// Kill so many workers that take over: half-fetched, before-end or after-end, and a number
+    #[arg(long, hide = true, value_name = "WHERE:N", value_parser = lab_crash)]
+    pub lab_crash: Option<LabCrash>,
     /// Write the server's log to a file
     #[arg(long, hide = true, value_name = "FILE")]
     pub lab_log: Option<PathBuf>,
@@ -197,7 +211,7 @@ pub struct RemoveArgs {
     /// Swap off first, if the device is swap
     #[arg(long)]
     pub swapoff: bool,
-    /// Clean up after a server that died (refused while in use)
+    /// End a device that failed or whose server died: what waits for it gets EIO
     #[arg(long)]
     pub force: bool,
     /// Give up after so many seconds [default: 120, and one for each GiB]
@@ -230,6 +244,26 @@ pub struct ShowArgs {
     /// Print JSON
     #[arg(long, short = 'J')]
     pub json: bool,
+}
+
+/// `vramctl restart`
+#[derive(Debug, clap::Args)]
+pub struct RestartArgs {
+    /// Name of the device
+    pub name: DeviceName,
+    /// Give up after so many seconds
+    #[arg(long, value_name = "SECONDS", value_parser = seconds, default_value = "150")]
+    pub timeout: Duration,
+}
+
+/// `vramctl recover`
+#[derive(Debug, clap::Args)]
+pub struct RecoverArgs {
+    /// Name of the device
+    pub name: DeviceName,
+    /// Give up after so many seconds
+    #[arg(long, value_name = "SECONDS", value_parser = seconds, default_value = "150")]
+    pub timeout: Duration,
 }
 
 /// `vramctl swap`
@@ -289,7 +323,7 @@ pub struct CompletionArgs {
 pub struct FaultArgs {
     /// Name of the device
     pub name: DeviceName,
-    /// What happens to the copies: fail, short, hold, delay
+    /// What happens to the copies: fail, short, hold, delay, hold-half, hold-done, panic
     #[arg(value_parser = fault_action)]
     pub action: FaultAction,
     /// Only reads
@@ -341,13 +375,36 @@ fn offset(text: &str) -> ublk_vram::Result<u64> {
     }
 }
 
+fn lab_crash(text: &str) -> Result<LabCrash, String> {
+    let (place, count) = text.split_once(':').unwrap_or((text, "1"));
+    let at = match place {
+        "half-fetched" => CrashPoint::HalfFetched,
+        "before-end" => CrashPoint::BeforeEnd,
+        "after-end" => CrashPoint::AfterEnd,
+        _ => {
+            return Err(format!(
+                "'{place}' is none of half-fetched, before-end, after-end"
+            ));
+        }
+    };
+    let count = count
+        .parse()
+        .map_err(|_| format!("'{count}' is not a number"))?;
+    Ok(LabCrash { at, count })
+}
+
 fn fault_action(text: &str) -> Result<FaultAction, String> {
     match text {
         "fail" => Ok(FaultAction::Fail),
         "short" => Ok(FaultAction::Short),
         "hold" => Ok(FaultAction::Hold),
         "delay" => Ok(FaultAction::Delay),
-        _ => Err(format!("'{text}' is none of fail, short, hold, delay")),
+        "hold-half" => Ok(FaultAction::HoldHalf),
+        "hold-done" => Ok(FaultAction::HoldDone),
+        "panic" => Ok(FaultAction::Panic),
+        _ => Err(format!(
+            "'{text}' is none of fail, short, hold, delay, hold-half, hold-done, panic"
+        )),
     }
 }
 

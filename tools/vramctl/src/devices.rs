@@ -56,7 +56,15 @@ pub struct Device {
 impl Device {
     /// Whether its server is gone and left things behind.
     pub fn is_dead(&self) -> bool {
-        self.state == Seen::State(DeviceState::Dead)
+        matches!(
+            self.state,
+            Seen::State(DeviceState::Dead | DeviceState::Orphan)
+        )
+    }
+
+    /// Whether its disk is still there although its server is gone: requests wait for another one.
+    pub fn has_disk(&self) -> bool {
+        self.state == Seen::State(DeviceState::Orphan)
     }
 
     /// What does not change of a device that has a disk.
@@ -141,7 +149,15 @@ impl Devices {
             }
             Err(error) => match lock_state(&self.run_dir.lock(name)) {
                 LockState::Missing => return None,
-                LockState::Free => {}
+                LockState::Free => {
+                    if device.fixed.as_ref().is_some_and(disk_is_there) {
+                        device.state = Seen::State(DeviceState::Orphan);
+                        device.problem = Some(format!(
+                            "no process serves it and requests wait: `vramctl recover {name}`, or \
+                             `vramctl remove {name} --force`"
+                        ));
+                    }
+                }
                 LockState::Held => {
                     device.state = match error.kind {
                         // It said itself that it is being made, or it has no socket yet.
@@ -181,6 +197,12 @@ impl Devices {
                 && (!swap.is_ghost() || device.is_dead())
         })
     }
+}
+
+/// Whether the kernel has the disk that a note tells of.
+pub fn disk_is_there(fixed: &StaticInfo) -> bool {
+    let number = Root::default().read_text(format!("/sys/block/{}/dev", kernel_name(fixed)));
+    number.is_ok_and(|number| number == format!("{}:{}", fixed.major, fixed.minor))
 }
 
 /// `ublkb0`

@@ -19,8 +19,8 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, SigmaskHow, Signal, kill, sigprocmask};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::unistd::{Pid, pipe2};
-use ublk_vram::device::{DeviceSpec, StaticInfo};
-use ublk_vram::worker::StartLine;
+use ublk_vram::device::{DeviceName, DeviceSpec, StaticInfo};
+use ublk_vram::supervisor::StartLine;
 use ublk_vram::{Error, ErrorKind, Result};
 
 use crate::swap::is_program;
@@ -95,12 +95,21 @@ pub fn find_server() -> Result<PathBuf> {
 pub fn start(program: &Path, spec: &DeviceSpec, limit: Duration) -> Result<Started> {
     let json = serde_json::to_vec(spec)
         .map_err(|error| Error::new(ErrorKind::Io, format!("cannot write JSON: {error}")))?;
-    let mut server = Server::spawn(program, spec.name.as_str())?;
+    let mut server = Server::spawn(program, spec.name.as_str(), &[])?;
     server.give(&json)?;
-    match server.wait_for_line(limit)? {
-        Some(line) => server.judge(&line),
-        None => Err(server.ended_without_a_word()),
-    }
+    server.wait(limit)
+}
+
+/// Starts a server for the device that is left of `name`, and waits until it is served again, at most
+/// `limit`.
+///
+/// # Errors
+/// As [`start`].
+pub fn recover(program: &Path, name: &DeviceName, limit: Duration) -> Result<Started> {
+    let name = name.as_str();
+    let mut server = Server::spawn(program, name, &["--recover", name])?;
+    server.give(&[])?;
+    server.wait(limit)
 }
 
 /// A server that was started and has not yet said how it went.
@@ -125,7 +134,14 @@ impl Drop for Server {
 }
 
 impl Server {
-    fn spawn(program: &Path, name: &str) -> Result<Server> {
+    fn wait(mut self, limit: Duration) -> Result<Started> {
+        match self.wait_for_line(limit)? {
+            Some(line) => self.judge(&line),
+            None => Err(self.ended_without_a_word()),
+        }
+    }
+
+    fn spawn(program: &Path, name: &str, more: &[&str]) -> Result<Server> {
         let failed = |errno: Errno| Error::os("cannot prepare the start of a server", errno);
         let (start, theirs) = pipe2(OFlag::O_CLOEXEC).map_err(failed)?;
         // Only the server inherits it: this program has one thread and starts nothing else here.
@@ -133,6 +149,7 @@ impl Server {
         let program_text = program.display().to_string();
         let mut child = Command::new(program)
             .args(["serve", "--start-pipe", &theirs.as_raw_fd().to_string()])
+            .args(more)
             .stdin(Stdio::piped())
             .stdout(Stdio::null())
             .stderr(Stdio::piped())
@@ -196,7 +213,7 @@ impl Server {
                 let what = format!("did not become usable within {} s", limit.as_secs_f32());
                 return Err(self.call_off(ErrorKind::Timeout, &what));
             }
-            self.wait(end)?;
+            self.wait_some(end)?;
             if let Ok(Some(_)) = self.signals.read_signal() {
                 return Err(self.call_off(ErrorKind::Io, "was called off by a signal"));
             }
@@ -210,7 +227,7 @@ impl Server {
     }
 
     /// Waits until something is there, a second at most.
-    fn wait(&self, end: Instant) -> Result<()> {
+    fn wait_some(&self, end: Instant) -> Result<()> {
         let left = end
             .saturating_duration_since(Instant::now())
             .as_millis()

@@ -10,6 +10,7 @@ mod demo;
 mod deps;
 #[path = "../../../tests/guest/hog.rs"]
 mod hog;
+mod soak;
 mod test;
 mod vm;
 
@@ -29,6 +30,8 @@ enum Command {
     Bench(bench::Arguments),
     /// Show swapping to a GPU's memory in a virtual machine, in real numbers
     Demo(demo::Arguments),
+    /// Mix I/O, kills and injected errors in a virtual machine and check every byte
+    Soak(soak::Arguments),
     /// Run all checks and tests, those on real kernels included
     Test(test::Arguments),
     /// Boot a virtual machine with this workspace's programs in it
@@ -49,6 +52,7 @@ fn main() -> ExitCode {
     let result = match Arguments::parse().command {
         Command::Bench(arguments) => bench::run(&arguments),
         Command::Demo(arguments) => demo::run(&arguments),
+        Command::Soak(arguments) => soak::run(&arguments),
         Command::Test(arguments) => test::run(&arguments),
         Command::Vm(arguments) => vm::run(&arguments),
         Command::Hog { mib, rounds } => hog::run(mib, rounds, false).map(|()| ExitCode::SUCCESS),

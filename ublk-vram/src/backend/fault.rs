@@ -1,4 +1,5 @@
-//! A layer that wraps any backend and fails, shortens, holds or delays chosen copies.
+//! A layer that wraps any backend and fails, shortens, holds or delays chosen copies, or panics in
+//! their place.
 //!
 //! Hardware does not hang or break on demand; this does, on real I/O paths. It is a laboratory's
 //! tool (`--lab-fault`): unlike everything else on the I/O path it takes a lock and allocates.
@@ -15,6 +16,10 @@ use nix::sys::timerfd::{ClockId, Expiration, TimerFd, TimerFlags, TimerSetTimeFl
 use super::{Backend, BackendQueue, ChunkMemory, Completion, Copy, Direction, QueueId};
 use crate::control::{FaultAction, FaultRule};
 use crate::error::{Error, Result};
+
+/// Set in the id of a copy of the layer's own, whose completion nobody waits for. Ids of others are
+/// far below: twice the depth of a queue.
+const SILENT: u32 = 1 << 31;
 
 /// The rules, shared by every queue and by control.
 #[derive(Default)]
@@ -127,6 +132,7 @@ impl Backend for FaultBackend {
             control: Arc::clone(&self.control),
             alarm,
             held: Vec::with_capacity(copies),
+            held_done: Vec::with_capacity(copies),
             delayed: Vec::with_capacity(copies),
             done: VecDeque::with_capacity(copies),
         }))
@@ -141,6 +147,7 @@ struct FaultQueue {
     alarm: Arc<TimerFd>,
     seen: u32,
     held: Vec<Pending>,
+    held_done: Vec<Completion>,
     delayed: Vec<(Instant, Pending)>,
     done: VecDeque<Completion>,
 }
@@ -176,6 +183,30 @@ impl BackendQueue for FaultQueue {
                 });
             }
             Some((FaultAction::Hold, _)) => self.held.push((*copy, chunk.clone())),
+            Some((FaultAction::HoldHalf, _)) => {
+                let half = Copy {
+                    len: copy.len / 2,
+                    id: copy.id | SILENT,
+                    ..*copy
+                };
+                // SAFETY: the caller's promise, for half of the bytes.
+                unsafe { self.inner.submit(&half, chunk) };
+                self.held.push((*copy, chunk.clone()));
+            }
+            Some((FaultAction::HoldDone, _)) => {
+                let silent = Copy {
+                    id: copy.id | SILENT,
+                    ..*copy
+                };
+                // SAFETY: the caller's promise is passed on.
+                unsafe { self.inner.submit(&silent, chunk) };
+                self.held_done.push(Completion {
+                    id: copy.id,
+                    result: Ok(copy.len),
+                });
+            }
+            #[expect(clippy::panic, reason = "it is what the rule asks for")]
+            Some((FaultAction::Panic, _)) => panic!("the fault layer was told to panic"),
             Some((FaultAction::Delay, ms)) => {
                 let due = Duration::from_millis(u64::from(ms));
                 self.delayed
@@ -198,6 +229,7 @@ impl BackendQueue for FaultQueue {
             for pending in held {
                 self.resume(pending);
             }
+            self.done.extend(self.held_done.drain(..));
         }
         let now = Instant::now();
         while let Some(at) = self.delayed.iter().position(|(due, _)| *due <= now) {
@@ -211,7 +243,13 @@ impl BackendQueue for FaultQueue {
                 arm(&self.alarm, Duration::ZERO);
             }
         }
+        let before = done.len();
         self.inner.poll(done);
+        let mut at = 0;
+        done.retain(|completion| {
+            at += 1;
+            at <= before || completion.id & SILENT == 0
+        });
         while done.len() < done.capacity() {
             match self.done.pop_front() {
                 Some(completion) => done.push(completion),
@@ -221,7 +259,11 @@ impl BackendQueue for FaultQueue {
     }
 
     fn in_flight(&self) -> usize {
-        self.inner.in_flight() + self.held.len() + self.delayed.len() + self.done.len()
+        self.inner.in_flight()
+            + self.held.len()
+            + self.held_done.len()
+            + self.delayed.len()
+            + self.done.len()
     }
 
     fn completion_fd(&self) -> Option<RawFd> {

@@ -10,7 +10,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 
 use super::mapped::MappedQueue;
-use super::{Backend, BackendQueue, ChunkMemory, QueueId};
+use super::{Backend, BackendQueue, ChunkMemory, Exported, MemoryDescription, QueueId};
 use crate::copy::CopyRoutines;
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::Layout;
@@ -68,6 +68,26 @@ impl HostMemory {
             })
             .collect::<Result<_>>()?;
         Ok(HostMemory { chunks })
+    }
+
+    /// Copies of the memfds, for another process.
+    ///
+    /// # Errors
+    /// There are no descriptors left.
+    pub fn export(&self) -> Result<Exported> {
+        let copy = |fd: &OwnedFd| fd.try_clone();
+        let fds = self.chunks.iter().map(copy).collect::<Result<Vec<_>, _>>();
+        let fds = fds.map_err(|error| Error::os("dup of a chunk's descriptor", error))?;
+        let chunks = u32::try_from(fds.len()).unwrap_or(u32::MAX);
+        Ok(Exported {
+            description: MemoryDescription::Host { chunks },
+            fds,
+        })
+    }
+
+    /// The memfds that another process exported.
+    pub fn import(chunks: Vec<OwnedFd>) -> HostMemory {
+        HostMemory { chunks }
     }
 
     /// Maps and populates every chunk.

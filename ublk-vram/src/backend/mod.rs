@@ -15,12 +15,14 @@
 //! [`BackendQueue::completion_fd`] while copies are in flight. Every copy completes exactly once.
 //! Every backend passes the one suite in [`conformance`].
 
-use std::os::fd::RawFd;
+use std::os::fd::{OwnedFd, RawFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
+use serde::{Deserialize, Serialize};
+
 use crate::device::{BackendSpec, DeviceSpec};
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 use crate::health::Presence;
 use crate::store::Layout;
 
@@ -190,6 +192,37 @@ pub trait BackendQueue: Send {
     }
 }
 
+/// How memory that another process holds is mapped again; its descriptors go beside it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", tag = "kind")]
+pub enum MemoryDescription {
+    /// One memfd for each chunk.
+    Host {
+        /// How many.
+        chunks: u32,
+    },
+    /// The BAR's sysfs file, and the lock of the BAR.
+    Pci(pci::PciDescription),
+}
+
+impl MemoryDescription {
+    /// How many descriptors go with it.
+    pub fn fds(&self) -> usize {
+        match self {
+            MemoryDescription::Host { chunks } => *chunks as usize,
+            MemoryDescription::Pci(_) => pci::PciDescription::FDS,
+        }
+    }
+}
+
+/// Memory to be handed to another process.
+pub struct Exported {
+    /// How it is mapped again.
+    pub description: MemoryDescription,
+    /// What keeps it: [`MemoryDescription::fds`] of them.
+    pub fds: Vec<OwnedFd>,
+}
+
 /// What must outlive a worker so that another one can map the same memory again.
 pub enum MemoryHandles {
     /// One memfd for each chunk.
@@ -231,6 +264,79 @@ impl MemoryHandles {
                 allow_cpu_device,
             } => vulkan::VulkanMemory::create(gpu, *allow_cpu_device, layout)
                 .map(MemoryHandles::Vulkan),
+        }
+    }
+
+    /// Whether the memory is made by the first worker, because making it needs a GPU's library. A
+    /// supervisor makes the rest, and every worker gets it in the same way.
+    pub fn needs_gpu_library(spec: &BackendSpec) -> bool {
+        matches!(spec, BackendSpec::Vulkan { .. })
+    }
+
+    /// The memory as another process can be handed it.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] if this memory ends with the process that made it.
+    pub fn export(&self) -> Result<Exported> {
+        match self {
+            MemoryHandles::Host(memory) => memory.export(),
+            MemoryHandles::Pci(memory) => memory.export(),
+            MemoryHandles::Vulkan(_) => Err(Error::new(
+                ErrorKind::Unsupported,
+                "memory of the Vulkan backend does not survive its worker yet",
+            )),
+        }
+    }
+
+    /// The memory that another process exported. What was changed for it (a claim) stays the
+    /// exporter's to set back.
+    ///
+    /// # Errors
+    /// Descriptors and description do not fit.
+    pub fn import(description: MemoryDescription, fds: Vec<OwnedFd>) -> Result<MemoryHandles> {
+        match description {
+            MemoryDescription::Host { .. } => {
+                Ok(MemoryHandles::Host(host::HostMemory::import(fds)))
+            }
+            MemoryDescription::Pci(description) => {
+                pci::PciMemory::import(description, fds).map(MemoryHandles::Pci)
+            }
+        }
+    }
+
+    /// Takes the place of an exporter that is gone: what was changed for imported memory is set back
+    /// when this is dropped.
+    pub fn own(&mut self) {
+        if let MemoryHandles::Pci(memory) = self {
+            memory.set_owner(true);
+        }
+    }
+
+    /// Leaves everything as it is when this is dropped.
+    pub fn disown(&mut self) {
+        if let MemoryHandles::Pci(memory) = self {
+            memory.set_owner(false);
+        }
+    }
+
+    /// Takes memory again that a device used until all of its processes were gone. Nothing is written
+    /// to it; whether it still holds the device's contents is for its headers to say.
+    ///
+    /// # Errors
+    /// [`ErrorKind::NotFound`] if such memory goes with its processes.
+    pub fn find_again(spec: &DeviceSpec, layout: &Layout) -> Result<MemoryHandles> {
+        match &spec.backend {
+            BackendSpec::Pci { address, bar } => {
+                pci::PciMemory::claim_again(address, *bar, layout).map(MemoryHandles::Pci)
+            }
+            BackendSpec::Host | BackendSpec::Vulkan { .. } => Err(Error::new(
+                ErrorKind::NotFound,
+                format!(
+                    "the memory of '{}' went with its last process, and its contents with it: end it \
+                     with `vramctl remove {} --force`",
+                    spec.name, spec.name
+                ),
+            )),
         }
     }
 

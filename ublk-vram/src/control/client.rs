@@ -316,7 +316,9 @@ mod tests {
             drop(stream);
         });
         let mut client = client(&dir);
-        let error = client.call(&Call::Remove {}, SHORT).unwrap_err();
+        let error = client
+            .call(&Call::Remove { force: false }, SHORT)
+            .unwrap_err();
         assert_eq!(error.kind, ErrorKind::Timeout);
         assert!(
             error.message.contains("answer Remove within 0.1 s"),

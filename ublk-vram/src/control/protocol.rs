@@ -26,7 +26,18 @@ pub enum Call {
     /// Ends the device. Refused with [`ErrorKind::Busy`] while anybody uses it. The reply comes
     /// when the block device is gone and the memory is wiped.
     #[serde(rename = "io.github.ublk_vram.Remove")]
-    Remove {},
+    Remove {
+        /// End a device that failed although it is used: what waits for it gets EIO.
+        #[serde(default)]
+        force: bool,
+    },
+    /// Replaces the worker by a fresh one of the program as it is installed now. The reply comes when
+    /// the new one serves the disk; requests wait meanwhile, and none fails.
+    #[serde(rename = "io.github.ublk_vram.Restart")]
+    Restart {},
+    /// Tries again to bring a device back that failed, or whose supervisor is gone.
+    #[serde(rename = "io.github.ublk_vram.Recover")]
+    Recover {},
     /// Adds a rule to the fault layer (only with `--lab-fault`).
     #[serde(rename = "io.github.ublk_vram.Fault")]
     Fault {
@@ -53,6 +64,12 @@ pub enum FaultAction {
     Hold,
     /// The copy completes after `delay_ms`.
     Delay,
+    /// Half of the bytes are moved, then the copy is kept until `Release`.
+    HoldHalf,
+    /// The copy is done, and its completion kept until `Release`.
+    HoldDone,
+    /// The queue thread panics before the copy.
+    Panic,
 }
 
 /// Which copies, and what happens to them. The first rule that matches a copy is used.
@@ -141,6 +158,11 @@ impl RunDir {
         )
     }
 
+    /// Another directory, for tests.
+    pub fn at(path: &Path) -> RunDir {
+        RunDir(path.to_path_buf())
+    }
+
     /// The directory's path.
     pub fn path(&self) -> &Path {
         &self.0
@@ -162,6 +184,11 @@ impl RunDir {
         let identity = |data: Metadata| (data.dev(), data.ino());
         let open = file.metadata().map(identity).ok();
         open.is_some() && open == std::fs::metadata(path).map(identity).ok()
+    }
+
+    /// What `recover` needs of a device whose processes are all gone (0600: only root reads it).
+    pub fn session(&self, name: &DeviceName) -> PathBuf {
+        self.0.join(format!("{name}.session"))
     }
 
     /// Where [`crate::device::StaticInfo`] is left for those who may not open the socket.

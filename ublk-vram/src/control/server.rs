@@ -150,7 +150,7 @@ mod tests {
     impl Handler for Echo {
         fn call(&self, call: Call) -> Answer {
             match call {
-                Call::Remove {} => {
+                Call::Remove { .. } => {
                     let (send, reply) = oneshot::channel();
                     std::thread::spawn(move || {
                         let (written, wait) = std::sync::mpsc::channel();

@@ -45,8 +45,14 @@ pub struct StaticInfo {
     pub features: Vec<String>,
     /// How bytes move: the copy routines in use (`avx512`, ...).
     pub copy: String,
-    /// Process id of the server.
+    /// Process id of the server: its supervisor, the one that SIGTERM is sent to.
     pub pid: i32,
+    /// Process id of the worker when this was written: the process that the driver knows.
+    #[serde(default)]
+    pub worker: i32,
+    /// Why the disk does not survive its worker; absent where it does.
+    #[serde(default)]
+    pub mortal: Option<String>,
     /// When the device went live, in seconds since 1970.
     pub since: u64,
 }
@@ -61,6 +67,9 @@ pub struct DeviceInfo {
     pub state: DeviceState,
     /// What the state waits for, or why the last drain failed.
     pub reason: Option<String>,
+    /// The processes of the server, and what they have lived through.
+    #[serde(default)]
+    pub server: ServerInfo,
     /// The server's memory.
     pub memory: MemoryInfo,
     /// What is known of the checksums; absent if the device has none.
@@ -82,7 +91,28 @@ pub struct ChecksumInfo {
     pub unverified: bool,
 }
 
-/// The server's own memory, from /proc/self/status, in bytes.
+/// The processes of a server. A process that is not there has the id 0.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ServerInfo {
+    /// Process id of the supervisor.
+    pub supervisor: i32,
+    /// Process id of the worker.
+    pub worker: i32,
+    /// Process id of the standby that is ready to take over.
+    pub standby: i32,
+    /// Which worker this is, counted from 1.
+    pub generation: u64,
+    /// How often a worker took over from one that died or was replaced.
+    pub takeovers: u64,
+    /// Microseconds from the sight of the last worker's death to the disk being served again.
+    pub last_pause_us: u64,
+    /// The longest of these.
+    pub longest_pause_us: u64,
+    /// How often a supervisor took over from one that died.
+    pub supervisors: u64,
+}
+
+/// The memory of the server's processes together, from /proc/PID/status, in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemoryInfo {
     /// Memory this device costs the host: locked and resident, without device memory it maps.
@@ -140,4 +170,7 @@ pub struct QueueInfo {
     /// Reads of a chunk's header that a suspicious read was held back for.
     #[serde(default)]
     pub canary_reads: u64,
+    /// Requests that a worker had in hand when it died and that came again to the next one.
+    #[serde(default)]
+    pub reissued: u64,
 }

@@ -6,7 +6,7 @@ mod name;
 mod spec;
 mod state;
 
-pub use info::{ChecksumInfo, DeviceInfo, MemoryInfo, QueueInfo, StaticInfo};
+pub use info::{ChecksumInfo, DeviceInfo, MemoryInfo, QueueInfo, ServerInfo, StaticInfo};
 pub use name::DeviceName;
-pub use spec::{BackendSpec, DeviceSpec, LabSpec};
+pub use spec::{BackendSpec, CrashPoint, DeviceSpec, LabCrash, LabSpec};
 pub use state::DeviceState;

@@ -41,6 +41,10 @@ pub struct DeviceSpec {
     /// quarter of its size in locked memory.
     #[serde(default)]
     pub allow_unsafe: bool,
+    /// Seconds after which a device that failed ends by itself, and what waits for it gets EIO;
+    /// absent: it waits for somebody to decide.
+    #[serde(default)]
+    pub fail_after: Option<u64>,
     /// Switches that only a laboratory needs.
     #[serde(default)]
     pub lab: LabSpec,
@@ -94,6 +98,10 @@ pub struct LabSpec {
     /// Seconds after which a copy that does not complete is the loss of the device, in place of
     /// [`LabSpec::COPY_LIMIT`].
     pub copy_limit: Option<u64>,
+    /// Make a device that dies with its worker, as every device did before there was recovery.
+    pub no_recovery: bool,
+    /// Kill workers that take over.
+    pub crash: Option<LabCrash>,
     /// Where the server's own log goes as well, for a run without a journal.
     pub log_file: Option<PathBuf>,
 }
@@ -101,4 +109,26 @@ pub struct LabSpec {
 impl LabSpec {
     /// 60 s: a GPU's driver resets one that hangs after 2 to 10 s, and then fails the copy itself.
     pub const COPY_LIMIT: u64 = 60;
+}
+
+/// Where a worker that takes over is killed, and how many of them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct LabCrash {
+    /// Where.
+    pub at: CrashPoint,
+    /// How many.
+    pub count: u64,
+}
+
+/// A moment of a takeover.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum CrashPoint {
+    /// Half of the tags of a queue are fetched.
+    HalfFetched,
+    /// All are fetched, between START_USER_RECOVERY and END_USER_RECOVERY.
+    BeforeEnd,
+    /// The disk is live, and the supervisor has not been told yet.
+    AfterEnd,
 }

@@ -14,36 +14,72 @@ pub enum DeviceState {
     Live,
     /// The device is to end: its users are being waited for, or swapped off.
     Draining,
-    /// The device's memory is gone: every request ends with EIO. It can be removed, and nothing else.
+    /// The worker died or is being replaced: requests wait, and another worker takes over.
+    Recovering,
+    /// The disk is served, but something that should hold does not.
+    Degraded,
+    /// The device memory's contents are lost: every request gets an error.
     Lost,
+    /// No worker could take over: the memory is kept, requests wait.
+    Failed,
     /// The block device is gone; memory is being wiped and given back.
     Stopping,
-    /// The server is gone and left something behind (seen by others, never by the server itself).
+    /// Every process of the server is gone; the disk is still there and its requests wait (seen by
+    /// others, never by the server itself).
+    Orphan,
+    /// Every process of the server is gone and so is the disk, but something is left behind (seen by
+    /// others, never by the server itself).
     Dead,
 }
 
 impl DeviceState {
     /// Every state.
-    pub const ALL: [DeviceState; 6] = [
+    pub const ALL: [DeviceState; 10] = [
         DeviceState::Creating,
         DeviceState::Live,
         DeviceState::Draining,
+        DeviceState::Recovering,
+        DeviceState::Degraded,
         DeviceState::Lost,
+        DeviceState::Failed,
         DeviceState::Stopping,
+        DeviceState::Orphan,
         DeviceState::Dead,
     ];
 
-    /// Whether `self` may become `next`. A drain that fails goes back to live: the device stays.
+    /// Whether `self` may become `next`. A drain that fails goes back to live: the device stays. An
+    /// orphan that is recovered goes through recovering like any other takeover.
     pub fn may_become(self, next: DeviceState) -> bool {
-        use DeviceState::{Creating, Dead, Draining, Live, Lost, Stopping};
-        matches!(
-            (self, next),
-            (Creating, Live | Stopping)
-                | (Live, Draining | Lost | Stopping)
-                | (Draining, Live | Lost | Stopping)
-                | (Lost, Stopping)
-                | (Creating | Live | Draining | Lost | Stopping, Dead)
-        )
+        use DeviceState::{
+            Creating, Dead, Degraded, Draining, Failed, Live, Lost, Orphan, Recovering, Stopping,
+        };
+        match self {
+            Creating => matches!(next, Live | Stopping | Dead),
+            Live => !matches!(next, Live | Creating | Failed),
+            Draining => matches!(
+                next,
+                Live | Degraded | Recovering | Lost | Stopping | Orphan | Dead
+            ),
+            Recovering => matches!(
+                next,
+                Live | Draining | Degraded | Lost | Failed | Stopping | Orphan | Dead
+            ),
+            Degraded => matches!(
+                next,
+                Live | Draining | Recovering | Lost | Stopping | Orphan | Dead
+            ),
+            Lost => matches!(next, Draining | Recovering | Stopping | Orphan | Dead),
+            Failed => matches!(next, Recovering | Stopping | Orphan | Dead),
+            Stopping => next == Dead,
+            Orphan => matches!(next, Recovering | Dead),
+            Dead => false,
+        }
+    }
+
+    /// Whether a worker serves the disk in this state.
+    pub fn is_served(self) -> bool {
+        use DeviceState::{Degraded, Draining, Live, Lost};
+        matches!(self, Live | Draining | Degraded | Lost)
     }
 
     /// The name as `list` shows it.
@@ -52,8 +88,12 @@ impl DeviceState {
             DeviceState::Creating => "creating",
             DeviceState::Live => "live",
             DeviceState::Draining => "draining",
+            DeviceState::Recovering => "recovering",
+            DeviceState::Degraded => "degraded",
             DeviceState::Lost => "lost",
+            DeviceState::Failed => "failed",
             DeviceState::Stopping => "stopping",
+            DeviceState::Orphan => "orphan",
             DeviceState::Dead => "dead",
         }
     }
@@ -71,32 +111,34 @@ mod tests {
 
     #[test]
     fn the_allowed_transitions() {
-        let mut allowed = Vec::new();
-        for from in DeviceState::ALL {
-            for to in DeviceState::ALL {
-                if from.may_become(to) {
-                    allowed.push(format!("{from}>{to}"));
-                }
-            }
-        }
+        let table = DeviceState::ALL.map(|from| {
+            let to = DeviceState::ALL
+                .into_iter()
+                .filter(|to| from.may_become(*to));
+            let to: Vec<&str> = to.map(DeviceState::as_str).collect();
+            format!("{from}: {}", to.join(" "))
+        });
         assert_eq!(
-            allowed,
+            table,
             [
-                "creating>live",
-                "creating>stopping",
-                "creating>dead",
-                "live>draining",
-                "live>lost",
-                "live>stopping",
-                "live>dead",
-                "draining>live",
-                "draining>lost",
-                "draining>stopping",
-                "draining>dead",
-                "lost>stopping",
-                "lost>dead",
-                "stopping>dead",
+                "creating: live stopping dead",
+                "live: draining recovering degraded lost stopping orphan dead",
+                "draining: live recovering degraded lost stopping orphan dead",
+                "recovering: live draining degraded lost failed stopping orphan dead",
+                "degraded: live draining recovering lost stopping orphan dead",
+                "lost: draining recovering stopping orphan dead",
+                "failed: recovering stopping orphan dead",
+                "stopping: dead",
+                "orphan: recovering dead",
+                "dead: ",
             ]
         );
+    }
+
+    #[test]
+    fn names_are_those_of_the_json_form() {
+        for state in DeviceState::ALL {
+            assert_eq!(serde_json::to_value(state).unwrap(), state.as_str());
+        }
     }
 }

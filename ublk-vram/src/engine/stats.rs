@@ -33,6 +33,7 @@ pub struct QueueStats {
     reread_blocks: AtomicU64,
     unchecked_blocks: AtomicU64,
     canary_reads: AtomicU64,
+    reissued: AtomicU64,
 }
 
 /// Adds to a counter that only this thread writes: no locked instruction is needed.
@@ -59,6 +60,20 @@ impl QueueStats {
     pub fn batch(&self, requests: u64) {
         add(&self.batches, 1);
         raise(&self.largest_batch, requests);
+    }
+
+    /// Notes a request that an earlier worker had in hand when it died.
+    pub fn reissued(&self) {
+        add(&self.reissued, 1);
+    }
+
+    /// Requests that have ended, whichever way.
+    pub fn ended(&self) -> u64 {
+        [&self.reads, &self.writes, &self.zeroes, &self.errors]
+            .iter()
+            .fold(0, |sum: u64, counter| {
+                sum.wrapping_add(counter.load(Ordering::Relaxed))
+            })
     }
 
     /// Notes how many copies were in flight at the most and are now.
@@ -130,6 +145,7 @@ impl QueueStats {
             reread_blocks: load(&self.reread_blocks),
             unchecked_blocks: load(&self.unchecked_blocks),
             canary_reads: load(&self.canary_reads),
+            reissued: load(&self.reissued),
         }
     }
 }
@@ -178,6 +194,13 @@ impl StatsTable {
         // SAFETY: the mapping is page aligned and large enough for `queues` entries (`new`), every
         // bit pattern is a valid `QueueStats`, and all access is through atomics.
         unsafe { &*base.add(usize::from(queue.0)) }
+    }
+
+    /// Requests of all queues that have ended.
+    pub fn ended(&self) -> u64 {
+        (0..self.queues)
+            .map(|queue| self.of(QueueId(queue)).ended())
+            .fold(0, u64::wrapping_add)
     }
 
     /// A copy of every queue's counters.

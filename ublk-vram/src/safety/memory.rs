@@ -178,19 +178,87 @@ pub(super) fn read_status(root: &Root) -> Result<ProcessStatus> {
     parse_status(&root.read_text("/proc/self/status")?)
 }
 
-/// What this server's memory is, for `show`; `arena` is the size of its I/O buffers in bytes.
+/// What the memory of a server's processes is, for `show`; `arena` is the size of its I/O buffers in
+/// bytes. Processes share their program, their I/O buffers and their counters: those are counted once.
+/// One that is gone counts nothing.
 ///
 /// # Errors
-/// /proc/self/status cannot be read or understood.
-pub fn memory_info(arena: u64) -> Result<MemoryInfo> {
-    let status = read_status(&Root::default())?;
+/// None of the processes' status can be read or understood.
+pub fn memory_info(processes: &[i32], arena: u64) -> Result<MemoryInfo> {
+    let root = Root::default();
+    let read = |pid: &i32| parse_status(&root.read_text(format!("/proc/{pid}/status"))?);
+    let (known, failed): (Vec<_>, Vec<_>) = processes.iter().map(read).partition(Result::is_ok);
+    let known: Vec<ProcessStatus> = known.into_iter().flatten().collect();
+    if known.is_empty() {
+        return Err(failed
+            .into_iter()
+            .find_map(Result::err)
+            .unwrap_or_else(|| Error::new(ErrorKind::NotFound, "the server has no process")));
+    }
+    let sum = |of: fn(&ProcessStatus) -> u64| known.iter().map(of).sum::<u64>();
+    let most = |of: fn(&ProcessStatus) -> u64| known.iter().map(of).max().unwrap_or(0);
+    let file = |status: &ProcessStatus| if status.locked > 0 { status.file } else { 0 };
     Ok(MemoryInfo {
-        cost: status.cost(),
-        locked: status.locked,
-        resident: status.resident,
-        swapped: status.swapped,
+        cost: sum(|s| s.anonymous + s.page_tables) + most(|s| s.shared) + most(file),
+        locked: most(|s| s.locked),
+        resident: most(|s| s.resident),
+        swapped: sum(|s| s.swapped),
         arena,
     })
+}
+
+/// Makes the heap larger by `bytes`, touched, so that what is allocated later needs no new memory. It
+/// works after [`settle_allocator`], which keeps malloc from giving memory back.
+pub fn reserve_heap(bytes: usize) {
+    // In blocks below malloc's largest class, so that no one of them is taken from elsewhere.
+    const BLOCK: usize = 64 << 10;
+    let blocks: Vec<Vec<u8>> = (0..bytes.div_ceil(BLOCK)).map(|_| vec![1; BLOCK]).collect();
+    drop(std::hint::black_box(blocks));
+}
+
+/// Maps every part of a file that this process has mapped as a program or library once more, shared
+/// and read-only: with [`lock_memory`], starting the program again needs no disk. The mappings stay.
+///
+/// # Errors
+/// /proc/self/maps cannot be read. A file that cannot be opened or mapped is left out.
+pub fn pin_programs() -> Result<()> {
+    use std::os::fd::AsRawFd;
+    let maps = Root::default().read_text("/proc/self/maps")?;
+    for line in maps.lines() {
+        // address perms offset dev inode path (proc_pid_maps(5))
+        let mut fields = line.split_ascii_whitespace();
+        let (Some(range), Some(permissions), Some(offset), Some(path)) =
+            (fields.next(), fields.next(), fields.next(), fields.nth(2))
+        else {
+            continue;
+        };
+        let span = range.split_once('-').and_then(|(from, to)| {
+            let number = |hex| usize::from_str_radix(hex, 16).ok();
+            number(to)?.checked_sub(number(from)?)
+        });
+        let (Some(span), Ok(offset)) = (span, i64::from_str_radix(offset, 16)) else {
+            continue;
+        };
+        if !permissions.ends_with('p') || !path.starts_with('/') || path.starts_with("/dev/") {
+            continue;
+        }
+        let Ok(file) = std::fs::File::open(path) else {
+            continue;
+        };
+        // SAFETY: a new mapping at an address of the kernel's choice touches no existing memory, and
+        // nobody reads it.
+        unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                span,
+                libc::PROT_READ,
+                libc::MAP_SHARED | libc::MAP_POPULATE,
+                file.as_raw_fd(),
+                offset,
+            )
+        };
+    }
+    Ok(())
 }
 
 /// Touches the next `bytes` of the calling thread's stack, so that no later call is the first to.

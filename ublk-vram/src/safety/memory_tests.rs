@@ -33,7 +33,7 @@ fn a_missing_line_is_not_taken_for_zero() {
 
 #[test]
 fn this_process_has_memory() {
-    let info = memory_info(4096).unwrap();
+    let info = memory_info(&[nix::unistd::getpid().as_raw()], 4096).unwrap();
     assert_eq!(info.arena, 4096);
     assert!(info.resident > 0 && info.cost > 0);
 }

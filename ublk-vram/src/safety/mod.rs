@@ -54,15 +54,16 @@ pub use holders::{Holder, Survey, holders};
 pub use io_flusher::{clear_io_flusher, is_io_flusher, set_io_flusher, tasks_without_io_flusher};
 pub use kernels::kernel_warning;
 pub use memory::{
-    ProcessStatus, can_lock_memory, lock_memory, memory_info, parse_status, prefault_stack,
-    settle_allocator, thread_faults,
+    ProcessStatus, can_lock_memory, lock_memory, memory_info, parse_status, pin_programs,
+    prefault_stack, reserve_heap, settle_allocator, thread_faults,
 };
 pub use mounts::{Mount, parse_mountinfo, read_mounts};
 pub use namespace::{PROGRAM_DIRECTORIES, enter_private_mount_namespace, mounts_to_detach};
 pub use oom::{expose_to_oom_killer, protect_from_oom_killer};
 pub use privileges::{Privileges, missing_privileges};
 pub use process::{
-    block_termination_signals, detach_from_caller, forbid_core_dump, redirect_stdio_to_null,
+    abort_on_panic, block_termination_signals, detach_from_caller, forbid_core_dump, name_process,
+    redirect_stdio_to_null,
 };
 pub use root::{DeviceNumber, Root};
 pub use swaps::{SwapEntry, ghosts, parse_swaps, read_swaps};

@@ -65,6 +65,21 @@ pub fn redirect_stdio_to_null() -> Result<()> {
     Ok(())
 }
 
+/// Gives the process the name that `ps` and the tests know it by, whatever path it was started from.
+pub fn name_process() {
+    // SAFETY: PR_SET_NAME reads a NUL-terminated string of at most 16 bytes, which is static.
+    unsafe { libc::prctl(libc::PR_SET_NAME, c"ublk-vram".as_ptr()) };
+}
+
+/// From here on a panic in any thread is said and ends the process at once, as SIGKILL would: a worker
+/// that lost a thread must not go on with the rest.
+pub fn abort_on_panic() {
+    std::panic::set_hook(Box::new(|panic| {
+        tracing::error!("{panic}");
+        std::process::abort();
+    }));
+}
+
 /// Blocks SIGTERM and SIGINT in the calling thread and those it will start, and gives back the set
 /// for the one thread that waits for them (sigwait). To be called before a second thread exists:
 /// a thread that does not block them would be ended by them.

@@ -5,6 +5,7 @@
 //! back is leaked, because the driver may still write to it.
 
 use std::fs::{File, OpenOptions};
+use std::mem::ManuallyDrop;
 use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
 
@@ -17,6 +18,8 @@ use crate::error::{Error, ErrorKind, Result};
 pub(super) const CONTROL_NODE: &str = "/dev/ublk-control";
 /// The kernel's own "not supported", which leaks to user space from old drivers.
 const ENOTSUPP: i32 = 524;
+/// The last command that has a plain number (UBLK_CMD_GET_DEV_INFO2, the last of Linux 6.3).
+const LAST_PLAIN: u32 = sys::UBLK_CMD_GET_DEV_INFO2;
 /// The size of the command area of a 128-byte SQE.
 const COMMAND_BYTES: usize = 80;
 
@@ -34,89 +37,170 @@ pub(super) struct Answer<T> {
     pub buffer: Option<Box<T>>,
 }
 
-/// Sends a command and waits for at most `limit`.
+/// A way to send control commands that is made beforehand: sending opens no file and makes no ring.
+pub(super) struct Commander {
+    control: File,
+    /// Dropping a ring waits for its commands: not done while one did not come back.
+    ring: ManuallyDrop<Ring>,
+    stuck: bool,
+}
+
+type Ring = IoUring<squeue::Entry128, cqueue::Entry>;
+
+impl Drop for Commander {
+    fn drop(&mut self) {
+        if !self.stuck {
+            // SAFETY: dropped once, here, and not used after.
+            unsafe { ManuallyDrop::drop(&mut self.ring) };
+        }
+    }
+}
+
+impl Commander {
+    /// Opens the control node and makes a ring.
+    ///
+    /// # Errors
+    /// The control node cannot be opened, or there is no ring to be had.
+    pub(super) fn open() -> Result<Commander> {
+        let control = open_control()?;
+        let ring_error = |error| Error::os("io_uring_setup for a ublk control command", error);
+        let ring: Ring = IoUring::builder().build(2).map_err(ring_error)?;
+        Ok(Commander {
+            control,
+            ring: ManuallyDrop::new(ring),
+            stuck: false,
+        })
+    }
+
+    /// Sends a command and waits for at most `limit`.
+    ///
+    /// # Errors
+    /// The driver did not answer in time. A negative result of the command itself is no error here.
+    pub(super) fn send<T>(
+        &mut self,
+        command: Command<T>,
+        name: &str,
+        limit: Duration,
+    ) -> Result<Answer<T>> {
+        if self.stuck {
+            return Err(Error::new(
+                ErrorKind::Busy,
+                format!("{name}: an earlier control command has not come back"),
+            ));
+        }
+        let mut buffer = command.buffer;
+        let address = buffer
+            .as_mut()
+            .map_or(0, |buffer| std::ptr::from_mut::<T>(buffer) as u64);
+        let payload = sys::ublksrv_ctrl_cmd {
+            dev_id: command.device,
+            queue_id: u16::MAX,
+            len: if address == 0 {
+                0
+            } else {
+                u16::try_from(size_of::<T>()).unwrap_or(0)
+            },
+            addr: address,
+            data: [command.data],
+            ..Default::default()
+        };
+        let mut area = [0u8; COMMAND_BYTES];
+        // SAFETY: `ublksrv_ctrl_cmd` is plain data without padding (the kernel's uapi struct), so its
+        // bytes may be looked at; the slice ends with the borrow.
+        let bytes = unsafe {
+            std::slice::from_raw_parts(
+                std::ptr::from_ref(&payload).cast::<u8>(),
+                size_of::<sys::ublksrv_ctrl_cmd>(),
+            )
+        };
+        for (to, from) in area.iter_mut().zip(bytes) {
+            *to = *from;
+        }
+        let entry = opcode::UringCmd80::new(types::Fd(self.control.as_raw_fd()), command.op)
+            .cmd(area)
+            .build();
+        // SAFETY: the entry points at `buffer`, which lives until the completion or is leaked below.
+        if unsafe { self.ring.submission().push(&entry) }.is_err() {
+            return Err(Error::new(
+                ErrorKind::Io,
+                format!("{name}: the control ring is full"),
+            ));
+        }
+        let end = Instant::now() + limit;
+        loop {
+            let left = end.saturating_duration_since(Instant::now());
+            let timespec = types::Timespec::from(left);
+            let args = types::SubmitArgs::new().timespec(&timespec);
+            let waited = self.ring.submitter().submit_with_args(1, &args);
+            if let Some(completion) = self.ring.completion().next() {
+                return Ok(Answer {
+                    result: completion.result(),
+                    buffer,
+                });
+            }
+            match waited {
+                Err(error) if error.raw_os_error() == Some(libc::EINTR) => {}
+                Err(error) if error.raw_os_error() != Some(libc::ETIME) => {
+                    self.stuck = true;
+                    std::mem::forget(buffer);
+                    return Err(Error::os(format!("{name}: io_uring_enter"), error));
+                }
+                _ if Instant::now() >= end => {
+                    self.stuck = true;
+                    std::mem::forget(buffer);
+                    return Err(Error::new(
+                        ErrorKind::Timeout,
+                        format!(
+                            "the ublk driver did not answer {name} for device {} within {} s; \
+                             `dmesg` may say why",
+                            command.device,
+                            limit.as_secs()
+                        ),
+                    ));
+                }
+                _ => {}
+            }
+        }
+    }
+
+    /// Sends a command without a buffer; a negative result is an error that names the command. Drivers
+    /// before Linux 6.4 know the plain numbers only, so a command they refuse is sent again as such.
+    pub(super) fn simple(
+        &mut self,
+        op: u32,
+        device: u32,
+        data: u64,
+        name: &str,
+        limit: Duration,
+    ) -> Result<()> {
+        let mut result = 0;
+        for op in [op, op & 0xff] {
+            let command = Command::<()> {
+                op,
+                device,
+                data,
+                buffer: None,
+            };
+            result = self.send(command, name, limit)?.result;
+            let is_unknown = [-libc::EINVAL, -libc::EOPNOTSUPP, -libc::ENOTTY, -ENOTSUPP];
+            if !is_unknown.contains(&result) || op & 0xff > LAST_PLAIN {
+                break;
+            }
+        }
+        if result < 0 {
+            let cause = std::io::Error::from_raw_os_error(-result);
+            return Err(Error::os(format!("{name} of ublk device {device}"), cause));
+        }
+        Ok(())
+    }
+}
+
+/// Sends one command on a ring of its own.
 ///
 /// # Errors
-/// When the control node cannot be opened, or the driver did not answer in time. A negative result
-/// of the command itself is no error here.
+/// As [`Commander::open`] and [`Commander::send`].
 pub(super) fn send<T>(command: Command<T>, name: &str, limit: Duration) -> Result<Answer<T>> {
-    let control = open_control()?;
-    let ring_error = |error| Error::os("io_uring_setup for a ublk control command", error);
-    let mut ring: IoUring<squeue::Entry128, cqueue::Entry> =
-        IoUring::builder().build(2).map_err(ring_error)?;
-    let mut buffer = command.buffer;
-    let address = buffer
-        .as_mut()
-        .map_or(0, |buffer| std::ptr::from_mut::<T>(buffer) as u64);
-    let payload = sys::ublksrv_ctrl_cmd {
-        dev_id: command.device,
-        queue_id: u16::MAX,
-        len: if address == 0 {
-            0
-        } else {
-            u16::try_from(size_of::<T>()).unwrap_or(0)
-        },
-        addr: address,
-        data: [command.data],
-        ..Default::default()
-    };
-    let mut area = [0u8; COMMAND_BYTES];
-    // SAFETY: `ublksrv_ctrl_cmd` is plain data without padding (the kernel's uapi struct), so its
-    // bytes may be looked at; the slice ends with the borrow.
-    let bytes = unsafe {
-        std::slice::from_raw_parts(
-            std::ptr::from_ref(&payload).cast::<u8>(),
-            size_of::<sys::ublksrv_ctrl_cmd>(),
-        )
-    };
-    for (to, from) in area.iter_mut().zip(bytes) {
-        *to = *from;
-    }
-    let entry = opcode::UringCmd80::new(types::Fd(control.as_raw_fd()), command.op)
-        .cmd(area)
-        .build();
-    // SAFETY: the entry points at `buffer`, which lives until the completion or is leaked below.
-    if unsafe { ring.submission().push(&entry) }.is_err() {
-        return Err(Error::new(
-            ErrorKind::Io,
-            format!("{name}: the control ring is full"),
-        ));
-    }
-    let end = Instant::now() + limit;
-    loop {
-        let left = end.saturating_duration_since(Instant::now());
-        let timespec = types::Timespec::from(left);
-        let args = types::SubmitArgs::new().timespec(&timespec);
-        let waited = ring.submitter().submit_with_args(1, &args);
-        if let Some(completion) = ring.completion().next() {
-            return Ok(Answer {
-                result: completion.result(),
-                buffer,
-            });
-        }
-        match waited {
-            Err(error) if error.raw_os_error() == Some(libc::EINTR) => {}
-            Err(error) if error.raw_os_error() != Some(libc::ETIME) => {
-                std::mem::forget(buffer);
-                return Err(Error::os(format!("{name}: io_uring_enter"), error));
-            }
-            _ if Instant::now() >= end => {
-                std::mem::forget(buffer);
-                // Dropping the ring would wait for the command.
-                std::mem::forget(ring);
-                return Err(Error::new(
-                    ErrorKind::Timeout,
-                    format!(
-                        "the ublk driver did not answer {name} for device {} within {} s; \
-                         `dmesg` may say why",
-                        command.device,
-                        limit.as_secs()
-                    ),
-                ));
-            }
-            _ => {}
-        }
-    }
+    Commander::open()?.send(command, name, limit)
 }
 
 fn open_control() -> Result<File> {
@@ -141,28 +225,9 @@ pub(super) fn check_control() -> Result<()> {
     open_control().map(drop)
 }
 
-/// Sends a command without a buffer; a negative result is an error that names the command. Drivers
-/// before Linux 6.4 know the plain numbers only, so a command they refuse is sent again as such.
+/// [`Commander::simple`] on a ring of its own.
 pub(super) fn simple(op: u32, device: u32, data: u64, name: &str, limit: Duration) -> Result<()> {
-    let mut result = 0;
-    for op in [op, op & 0xff] {
-        let command = Command::<()> {
-            op,
-            device,
-            data,
-            buffer: None,
-        };
-        result = send(command, name, limit)?.result;
-        let is_unknown = [-libc::EINVAL, -libc::EOPNOTSUPP, -libc::ENOTTY, -ENOTSUPP];
-        if !is_unknown.contains(&result) || op & 0xff > sys::UBLK_CMD_GET_DEV_INFO2 {
-            break;
-        }
-    }
-    if result < 0 {
-        let cause = std::io::Error::from_raw_os_error(-result);
-        return Err(Error::os(format!("{name} of ublk device {device}"), cause));
-    }
-    Ok(())
+    Commander::open()?.simple(op, device, data, name, limit)
 }
 
 /// A state of the driver (include/uapi/linux/ublk_cmd.h, UBLK_S_DEV_*).
@@ -202,6 +267,24 @@ pub fn device_status(id: u32, limit: Duration) -> Result<DeviceStatus> {
             std::io::Error::from_raw_os_error(-answer.result),
         )),
     }
+}
+
+/// Makes a device let go of its server (QUIESCE_DEV, Linux 6.16): new requests wait, those in flight
+/// are served, then every fetch comes back as aborted. The driver may give up after `limit` in two
+/// parts; what waits then waits on, and the server must be ended in another way.
+///
+/// # Errors
+/// What the driver answers: [`ErrorKind::Unsupported`] or [`ErrorKind::Io`] where it does not know the
+/// command.
+pub fn quiesce(id: u32, limit: Duration) -> Result<()> {
+    let millis = u64::try_from(limit.as_millis() / 2).unwrap_or(u64::MAX);
+    simple(
+        sys::UBLK_U_CMD_QUIESCE_DEV,
+        id,
+        millis.max(1),
+        "QUIESCE_DEV",
+        limit,
+    )
 }
 
 /// Removes a ublk device whose server is gone: stops its disk and gives its number back. The caller

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use libublk::ctrl::{UblkCtrl, UblkCtrlBuilder};
 use libublk::io::UblkDev;
 use libublk::{UblkError, UblkFlags, sys};
+use serde::{Deserialize, Serialize};
 
 use super::command::{self, simple};
 use super::features::{self, Features};
@@ -29,7 +30,7 @@ const SECTOR_SHIFT: u32 = 9;
 const MAX_ZERO_BYTES: u32 = 128 << 20;
 
 /// How a device's queues and buffers are cut: pure arithmetic.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Shape {
     /// Hardware queues.
     pub queues: u16,
@@ -112,14 +113,26 @@ pub enum StopOutcome {
 /// control ring belongs to that thread.
 pub struct Target {
     // Dropped in this order: the driver lets go of a device only when its character device is closed.
-    device: Arc<UblkDev>,
-    ctrl: UblkCtrl,
-    features: Features,
-    safe_stop: bool,
-    id: u32,
+    pub(super) device: Arc<UblkDev>,
+    pub(super) ctrl: UblkCtrl,
+    pub(super) features: Features,
+    pub(super) safe_stop: bool,
+    pub(super) id: u32,
 }
 
-fn explain(what: &str, error: UblkError) -> Error {
+/// What a device is to be able to do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Wishes {
+    /// Outlive its server (USER_RECOVERY), with requests issued again (USER_RECOVERY_REISSUE).
+    pub survive: bool,
+    /// Be stopped as on drivers without SAFE_STOP_DEV.
+    pub no_safe_stop: bool,
+}
+
+/// UBLK_S_DEV_DEAD (include/uapi/linux/ublk_cmd.h): there is no disk.
+const DEAD: u16 = 0;
+
+pub(super) fn explain(what: &str, error: UblkError) -> Error {
     match error {
         UblkError::UringIOError(code) | UblkError::OtherError(code) => {
             Error::os(what, std::io::Error::from_raw_os_error(code.abs()))
@@ -134,14 +147,19 @@ impl Target {
     ///
     /// # Errors
     /// That the driver is not there, the id is taken, or the driver refuses.
-    pub fn add(
-        id: Option<u32>,
-        shape: &Shape,
-        size: u64,
-        lab_no_safe_stop: bool,
-    ) -> Result<Target> {
+    pub fn add(id: Option<u32>, shape: &Shape, size: u64, wishes: Wishes) -> Result<Target> {
         command::check_control()?;
         let features = features::probe()?;
+        let flags = match (wishes.survive, features.bits) {
+            (false, _) => 0,
+            // A driver that cannot be asked ignores what it does not know.
+            (true, None) => features::USER_RECOVERY | features::USER_RECOVERY_REISSUE,
+            (true, Some(bits)) => {
+                bits & (features::USER_RECOVERY
+                    | features::USER_RECOVERY_REISSUE
+                    | features::QUIESCE)
+            }
+        };
         let wanted = id.map_or(-1, |id| i32::try_from(id).unwrap_or(i32::MAX));
         let ctrl = UblkCtrlBuilder::default()
             .name("vram")
@@ -149,7 +167,7 @@ impl Target {
             .nr_queues(shape.queues)
             .depth(shape.depth)
             .io_buf_bytes(shape.max_io)
-            .ctrl_flags(0)
+            .ctrl_flags(flags)
             .dev_flags(UblkFlags::UBLK_DEV_F_ADD_DEV)
             .build()
             .map_err(|error| match (&error, id) {
@@ -168,7 +186,7 @@ impl Target {
             // Nobody has it open; that it may not go is said by `vramctl list`.
             let _ = simple(sys::UBLK_U_CMD_DEL_DEV, id, 0, "DEL_DEV", STOP_LIMIT);
         })?;
-        let safe_stop = features.has(features::SAFE_STOP_DEV) && !lab_no_safe_stop;
+        let safe_stop = features.has(features::SAFE_STOP_DEV) && !wishes.no_safe_stop;
         Ok(Target {
             ctrl,
             device: Arc::new(device),
@@ -176,6 +194,26 @@ impl Target {
             safe_stop,
             id,
         })
+    }
+
+    /// The driver's number of the device.
+    pub fn id(&self) -> u32 {
+        self.id
+    }
+
+    /// Whether the disk outlives this process: both flags were granted.
+    pub fn survives(&self) -> bool {
+        let both = features::USER_RECOVERY | features::USER_RECOVERY_REISSUE;
+        self.ctrl.dev_info().flags & both == both
+    }
+
+    /// Whether the driver still has a disk: when every fetch came back as aborted, either the disk was
+    /// stopped, or the driver let go of this server and waits for the next one.
+    ///
+    /// # Errors
+    /// The driver does not answer.
+    pub fn has_disk(&self) -> Result<bool> {
+        command::device_status(self.id, STOP_LIMIT).map(|status| status.state != DEAD)
     }
 
     /// The device as queue threads need it.
@@ -214,13 +252,17 @@ impl Target {
             START_LIMIT,
         )?;
         let path = PathBuf::from(self.ctrl.get_bdev_path());
+        self.wait_usable(&path, size)
+    }
+
+    fn wait_usable(&self, path: &Path, size: u64) -> Result<Geometry> {
         let end = Instant::now() + START_LIMIT;
         loop {
-            match usable(&path, size) {
+            match usable(path, size) {
                 Ok((major, minor)) => {
                     return Ok(Geometry {
                         id: self.id,
-                        path,
+                        path: path.to_path_buf(),
                         major,
                         minor,
                     });
@@ -304,7 +346,7 @@ impl Target {
     }
 }
 
-fn open_device(
+pub(super) fn open_device(
     ctrl: &UblkCtrl,
     granted: &sys::ublksrv_ctrl_dev_info,
     size: u64,

@@ -33,6 +33,13 @@ const NAMES: [&str; 21] = [
     "IO_DESC_SIZE",
 ];
 
+/// The disk outlives its server, and requests wait for the next one.
+pub const USER_RECOVERY: u64 = 1 << 3;
+/// Requests that the dead server had are issued again, not failed.
+pub const USER_RECOVERY_REISSUE: u64 = 1 << 4;
+/// QUIESCE_DEV is there: a server can be replaced without being killed.
+pub const QUIESCE: u64 = 1 << 12;
+
 /// TRY_STOP_DEV is there: the driver itself refuses to stop a disk that somebody has open.
 pub const SAFE_STOP_DEV: u64 = 1 << 17;
 
@@ -96,6 +103,10 @@ mod tests {
         assert_eq!(
             names(1 << 3 | 1 << 17 | 1 << 40),
             ["USER_RECOVERY", "SAFE_STOP_DEV", "bit 40"]
+        );
+        assert_eq!(
+            names(USER_RECOVERY | USER_RECOVERY_REISSUE | QUIESCE),
+            ["USER_RECOVERY", "USER_RECOVERY_REISSUE", "QUIESCE"]
         );
         assert_eq!(
             NAMES.get(SAFE_STOP_DEV.trailing_zeros() as usize),

@@ -9,7 +9,9 @@ mod command;
 mod device;
 pub mod features;
 mod queue;
+mod takeover;
 
-pub use command::{DeviceStatus, delete_orphan, device_status};
-pub use device::{Geometry, Shape, StopOutcome, Target};
-pub use queue::{QueueHandle, start_queue};
+pub use command::{DeviceStatus, delete_orphan, device_status, quiesce};
+pub use device::{Geometry, Shape, StopOutcome, Target, Wishes};
+pub use queue::{QueueHandle, QueueSeat, QueueSetup, seat_queue};
+pub use takeover::Heir;

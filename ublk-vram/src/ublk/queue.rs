@@ -18,7 +18,7 @@
 
 use std::os::fd::RawFd;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, channel};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 
 use io_uring::{IoUring, opcode, squeue, types};
@@ -29,6 +29,8 @@ use super::device::Shape;
 use crate::backend::QueueId;
 use crate::engine::{Engine, Finished, Op, Request, StatsTable};
 use crate::error::{Error, ErrorKind, Result};
+use crate::safety;
+use crate::session::{TagBoard, TagMark};
 use crate::store::shared::SharedMapping;
 
 /// Marks an entry as ours: libublk counts the others (`UblkUringData::Target`).
@@ -47,6 +49,49 @@ const SECTOR: u64 = 512;
 /// UBLK_IO_RES_OK as a completion carries it.
 const RES_OK: i32 = sys::UBLK_IO_RES_OK as i32;
 
+/// What a queue thread works with.
+pub struct QueueSetup {
+    /// Its number.
+    pub queue: QueueId,
+    /// How queues and buffers are cut.
+    pub shape: Shape,
+    /// The I/O buffers.
+    pub arena: Arc<SharedMapping>,
+    /// The requests.
+    pub engine: Engine,
+    /// The counters.
+    pub stats: Arc<StatsTable>,
+    /// The marks of requests in hand.
+    pub tags: Arc<TagBoard>,
+    /// Called in the middle of the fetches, for the lab.
+    pub half_fetched: Option<Box<dyn FnOnce() + Send>>,
+}
+
+/// A queue thread that is ready and has no device yet: its ring is made and its stack touched.
+pub struct QueueSeat {
+    thread: JoinHandle<()>,
+    devices: SyncSender<Arc<UblkDev>>,
+    warm: Receiver<()>,
+    ready: Receiver<()>,
+}
+
+impl QueueSeat {
+    /// Waits until the thread is warm (true) or has ended (false, and `on_end` tells why).
+    pub fn wait_warm(&self) -> bool {
+        self.warm.recv().is_ok()
+    }
+
+    /// Gives the thread its device: it begins to fetch.
+    pub fn start(self, device: Arc<UblkDev>) -> QueueHandle {
+        // One that has ended is noticed by `wait_ready`.
+        let _ = self.devices.send(device);
+        QueueHandle {
+            thread: self.thread,
+            ready: self.ready,
+        }
+    }
+}
+
 /// A running queue thread.
 pub struct QueueHandle {
     thread: JoinHandle<()>,
@@ -62,32 +107,37 @@ impl QueueHandle {
     }
 }
 
-/// Starts the thread of `queue`. It ends when the driver has aborted every tag: the disk is gone.
-/// `on_end` is called on it last of all, with an error if it ended (or panicked) in any other way:
-/// requests of this queue are then never answered while the process lives.
+/// Starts the thread of a queue. It ends when the driver has aborted every tag (the disk is gone, or
+/// is to be served by another process), or when its seat is dropped. `on_end` is called on it last of
+/// all, with an error if it ended (or panicked) in any other way: requests of this queue are then
+/// never answered while the process lives.
 ///
 /// # Errors
 /// If the thread cannot be made.
-pub fn start_queue(
-    device: Arc<UblkDev>,
-    queue: QueueId,
-    shape: Shape,
-    arena: Arc<SharedMapping>,
-    engine: Engine,
-    stats: Arc<StatsTable>,
+pub fn seat_queue(
+    setup: QueueSetup,
     on_end: impl FnOnce(Result<()>) + Send + 'static,
-) -> Result<QueueHandle> {
-    let (announce, ready) = channel();
+) -> Result<QueueSeat> {
+    let (announce, ready) = sync_channel(1);
+    let (heat, warm) = sync_channel(1);
+    let (devices, device) = sync_channel(1);
+    let queue = setup.queue;
     let thread = std::thread::Builder::new()
         .name(format!("ublk-queue-{}", queue.0))
         .stack_size(STACK_BYTES)
         .spawn(move || {
             let serve = move || {
                 let tid = libublk::ctrl::UblkCtrl::init_queue_thread();
-                stats.of(queue).set_tid(tid);
-                let server = Server::new(&device, queue, shape, arena, engine, stats)?;
-                server.run(|| {
-                    // Nobody waiting any more is no reason to stop.
+                make_ring(queue, setup.shape)?;
+                safety::prefault_stack(STACK_BYTES);
+                // Nobody waiting any more is no reason to stop, here and below.
+                let _ = heat.send(());
+                let Ok(device) = device.recv() else {
+                    return Ok(());
+                };
+                let device: Arc<UblkDev> = device;
+                setup.stats.of(queue).set_tid(tid);
+                Server::new(&device, setup)?.run(|| {
                     let _ = announce.send(());
                 })
             };
@@ -105,7 +155,36 @@ pub fn start_queue(
                 error,
             )
         })?;
-    Ok(QueueHandle { thread, ready })
+    Ok(QueueSeat {
+        thread,
+        devices,
+        warm,
+        ready,
+    })
+}
+
+/// Makes the calling thread's ring, which libublk keeps in the thread.
+fn make_ring(queue: QueueId, shape: Shape) -> Result<()> {
+    let entries = u32::from(shape.depth) + SPARE_ENTRIES;
+    ublk_init_task_ring(|cell| {
+        let ring: IoUring = IoUring::builder()
+            // Twice the entries: the completion queue never overflows into allocated memory.
+            .setup_cqsize(entries.next_power_of_two() * 2)
+            .setup_coop_taskrun()
+            .setup_single_issuer()
+            .build(entries)
+            .map_err(UblkError::IOError)?;
+        cell.set(ring.into())
+            .map_err(|_| UblkError::OtherError(-libc::EEXIST))
+    })
+    .map_err(|error| set_up_failed(queue, &error))
+}
+
+fn set_up_failed(queue: QueueId, error: &UblkError) -> Error {
+    Error::new(
+        ErrorKind::Io,
+        format!("cannot set up queue {}: {error}", queue.0),
+    )
 }
 
 struct Server<'a> {
@@ -115,6 +194,10 @@ struct Server<'a> {
     arena: Arc<SharedMapping>,
     engine: Engine,
     stats: Arc<StatsTable>,
+    tags: Arc<TagBoard>,
+    /// Requests that the last worker had in hand and that have not come again yet.
+    left: Vec<TagMark>,
+    half_fetched: Option<Box<dyn FnOnce() + Send>>,
     ready: Vec<u16>,
     finished: Vec<Finished>,
     /// Tags that the driver has taken back.
@@ -125,53 +208,38 @@ struct Server<'a> {
 }
 
 impl<'a> Server<'a> {
-    fn new(
-        device: &'a UblkDev,
-        id: QueueId,
-        shape: Shape,
-        arena: Arc<SharedMapping>,
-        engine: Engine,
-        stats: Arc<StatsTable>,
-    ) -> Result<Server<'a>> {
-        let entries = u32::from(shape.depth) + SPARE_ENTRIES;
-        ublk_init_task_ring(|cell| {
-            let ring: IoUring = IoUring::builder()
-                // Twice the entries: the completion queue never overflows into allocated memory.
-                .setup_cqsize(entries.next_power_of_two() * 2)
-                .setup_coop_taskrun()
-                .setup_single_issuer()
-                .build(entries)
-                .map_err(UblkError::IOError)?;
-            cell.set(ring.into())
-                .map_err(|_| UblkError::OtherError(-libc::EEXIST))
-        })
-        .and_then(|()| UblkQueue::new(id.0, device))
-        .map(|queue| {
-            let depth = usize::from(shape.depth);
-            Server {
-                queue,
-                id,
-                shape,
-                arena,
-                engine,
-                stats,
-                ready: Vec::with_capacity(depth),
-                finished: Vec::with_capacity(depth),
-                aborted: 0,
-                refused: None,
-                wake_armed: false,
-            }
-        })
-        .map_err(|error| {
-            Error::new(
-                ErrorKind::Io,
-                format!("cannot set up queue {}: {error}", id.0),
-            )
+    fn new(device: &'a UblkDev, setup: QueueSetup) -> Result<Server<'a>> {
+        let depth = usize::from(setup.shape.depth);
+        let mut left = Vec::with_capacity(depth);
+        setup.tags.take_left(setup.queue, &mut left);
+        let queue = UblkQueue::new(setup.queue.0, device)
+            .map_err(|error| set_up_failed(setup.queue, &error))?;
+        Ok(Server {
+            queue,
+            id: setup.queue,
+            shape: setup.shape,
+            arena: setup.arena,
+            engine: setup.engine,
+            stats: setup.stats,
+            tags: setup.tags,
+            left,
+            half_fetched: setup.half_fetched,
+            ready: Vec::with_capacity(depth),
+            finished: Vec::with_capacity(depth),
+            aborted: 0,
+            refused: None,
+            wake_armed: false,
         })
     }
 
     fn run(mut self, announce: impl FnOnce()) -> Result<()> {
         for tag in 0..self.shape.depth {
+            if tag == self.shape.depth / 2
+                && let Some(half_fetched) = self.half_fetched.take()
+            {
+                self.enter(0)?;
+                half_fetched();
+            }
             self.command(sys::UBLK_U_IO_FETCH_REQ, tag, -1)?;
         }
         self.arm_wake()?;
@@ -271,6 +339,16 @@ impl<'a> Server<'a> {
                 // SAFETY: `buffer` is inside the arena, which `Shape` cut for every queue and tag.
                 memory: unsafe { self.arena.as_ptr().add(buffer) },
             };
+            let mark = TagMark::new(
+                descriptor.op_flags,
+                descriptor.nr_sectors,
+                descriptor.start_sector,
+            );
+            if let Some(at) = self.left.iter().position(|left| *left == mark) {
+                self.left.swap_remove(at);
+                self.stats.of(self.id).reissued();
+            }
+            self.tags.set(self.id, tag, mark);
             // SAFETY: the tag's buffer has `max_io` bytes and is its alone; the kernel does not
             // touch it between delivering the request and the commit; a delivered tag is not in
             // flight in the engine, because it was committed before.
@@ -283,6 +361,7 @@ impl<'a> Server<'a> {
         let mut finished = std::mem::take(&mut self.finished);
         let mut outcome = Ok(());
         for done in finished.drain(..) {
+            self.tags.clear(self.id, done.tag);
             outcome = outcome.and(self.command(
                 sys::UBLK_U_IO_COMMIT_AND_FETCH_REQ,
                 done.tag,

@@ -1,27 +1,26 @@
-//! The lifecycle thread of a device that is live: see the module's header for the states.
+//! The lifecycle thread of a worker whose disk is live: it serves until the disk ends, is drained, or
+//! is to be served by another process.
 
 use std::path::PathBuf;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use tokio::sync::oneshot;
-
-use super::session::Session;
-use super::start::{StartLine, StartPipe};
-use super::startup::{bring_up, tell};
-use super::status::Status;
+use super::link::Link;
+use super::orders::Shared;
 use super::swapoff::SwapoffHelper;
 use crate::backend::Backend;
 use crate::control::Reply;
 use crate::copy::CopyRoutines;
-use crate::device::DeviceState;
+use crate::device::{DeviceState, StaticInfo};
 use crate::error::{Error, ErrorKind, Result};
 use crate::health::{Health, WatchHandle};
 use crate::safety::{self, Holder, Root};
+use crate::session::{Report, Session};
 use crate::store::{ChunkTable, zero_and_check};
-use crate::ublk::{Geometry, StopOutcome, Target};
+use crate::ublk::{StopOutcome, Target};
 
 /// Whoever merely looks at a disk (udev, blkid) is gone by then.
 const PASSERS_BY: Duration = Duration::from_secs(3);
@@ -32,34 +31,41 @@ const DRAIN_TICK: Duration = Duration::from_millis(250);
 /// How long copies may be in flight, and queue threads may run, after the disk is gone.
 const END_LIMIT: Duration = Duration::from_secs(30);
 
-/// Where the answer to a `remove` goes; see [`crate::control::Answer::Later`].
-pub(super) type ReplySlot = oneshot::Sender<(Reply, Sender<()>)>;
-
 /// What the lifecycle thread is told.
 pub(super) enum Event {
-    /// SIGTERM, SIGINT: drain and end.
+    /// Show the disk.
+    GoLive,
+    /// The last worker is dead: serve its disk.
+    TakeOver {
+        generation: u64,
+        fixed: Box<StaticInfo>,
+    },
+    /// Drain and end.
     Terminate,
-    /// A `remove`, to be answered.
-    Remove(ReplySlot),
+    /// A `remove`, to be answered under this number.
+    Remove(u64),
     /// The device's memory is lost; [`Health`] knows how.
     Lost,
-    /// A queue thread has ended: in order when the disk is gone, else with the reason.
+    /// A queue thread has ended: in order when the disk is gone or taken away, else with the reason.
     QueueEnded(u16, Result<()>),
 }
 
 /// A device that is live.
-pub(super) struct Live<'a> {
-    pub(super) session: &'a Session,
+pub(super) struct Live {
+    pub(super) session: &'static Session,
     pub(super) backend: Box<dyn Backend>,
     pub(super) table: Arc<ChunkTable>,
-    pub(super) status: Arc<Status>,
-    pub(super) health: Arc<Health>,
-    /// Dropped before the memory is unmapped.
-    pub(super) watch: WatchHandle,
+    pub(super) shared: Arc<Shared>,
+    pub(super) link: Link,
     pub(super) target: Target,
-    pub(super) geometry: Geometry,
+    pub(super) fixed: StaticInfo,
     pub(super) queues: Vec<JoinHandle<()>>,
     pub(super) helper: Option<SwapoffHelper>,
+    pub(super) health: Arc<Health>,
+    /// Dropped before the memory is wiped: it looks at the headers.
+    pub(super) watch: WatchHandle,
+    /// Ends the thread that makes checksums again, if there is one.
+    pub(super) stop_rebuild: Arc<AtomicBool>,
     pub(super) events: Receiver<Event>,
 }
 
@@ -71,85 +77,35 @@ enum Ending {
     InUse(Vec<Holder>),
 }
 
-pub(super) fn run(session: Session, start: StartPipe, warnings: Vec<String>) -> Result<()> {
-    let (name, run_dir) = (&session.spec.name, &session.run_dir);
-    let pipe = Arc::new(Mutex::new(start));
-    let outcome = bring_up(&session, &pipe).inspect_err(|error| {
-        tell(
-            &pipe,
-            &StartLine::Failed {
-                failed: error.clone(),
-            },
-        );
-    });
-    let was_live = outcome.is_ok();
-    let ended = outcome.and_then(|(live, fixed)| {
-        if let Ok(text) = serde_json::to_vec_pretty(&fixed) {
-            // For `list` without root only; that it cannot be written harms nothing else.
-            if let Err(error) = std::fs::write(run_dir.note(name), text) {
-                tracing::warn!("cannot write {}: {error}", run_dir.note(name).display());
-            }
+impl Live {
+    /// Serves until the end.
+    pub(super) fn serve(mut self) -> Result<()> {
+        if self.helper.is_none() {
+            // A worker that took over: now there is a disk again, so a process can be started.
+            self.helper = SwapoffHelper::start()
+                .inspect_err(|error| tracing::warn!("{error}"))
+                .ok();
         }
-        live.status.become_state(DeviceState::Live, None);
-        // Before the line: whoever reads it may go away, and take the other end of stderr along.
-        if let Err(error) = safety::redirect_stdio_to_null() {
-            tracing::warn!("{error}");
-        }
-        tell(
-            &pipe,
-            &StartLine::Ready {
-                ready: Box::new(fixed),
-                warnings,
-            },
-        );
-        live.serve()
-    });
-    if was_live && ended.is_err() {
-        // Something may still use the memory (`finish`): the claim on it and the name stay ours until
-        // the process is gone, and `remove --force` finds what it needs.
-        std::mem::forget(session);
-        return ended.map(drop);
-    }
-    for path in [run_dir.socket(name), run_dir.note(name)] {
-        let _ = std::fs::remove_file(path);
-    }
-    // Nothing is lost if the empty group stays.
-    let _ = safety::remove_cgroup(name.as_str());
-    // The claim on the memory and the name go last.
-    drop(session);
-    if let Some(reply) = ended? {
-        // The process ends now: wait until the caller has its answer.
-        let (written, wait) = channel();
-        let answer = Reply::from_result(Ok(serde_json::json!({})));
-        if reply.send((answer, written)).is_ok() {
-            let _ = wait.recv_timeout(Duration::from_secs(2));
-        }
-    }
-    Ok(())
-}
-
-impl Live<'_> {
-    /// Serves until the end; the reply of the `remove` that ended it, if it was one.
-    fn serve(mut self) -> Result<Option<ReplySlot>> {
         loop {
             match self.events.recv() {
-                Ok(Event::Remove(reply)) => match self.end_if_unused(PASSERS_BY) {
-                    Ok(Ending::Stopped) => return self.finish().map(|()| Some(reply)),
-                    Ok(Ending::InUse(holders)) => refuse(reply, self.in_use(&holders)),
-                    Err(error) => refuse(reply, error),
+                Ok(Event::Remove(call)) => match self.end_if_unused(PASSERS_BY) {
+                    Ok(Ending::Stopped) => return self.finish(),
+                    Ok(Ending::InUse(holders)) => self.refuse(call, self.in_use(&holders)),
+                    Err(error) => self.refuse(call, error),
                 },
                 Ok(Event::Terminate) => match self.drain() {
-                    Ok(()) => return self.finish().map(|()| None),
+                    Ok(()) => return self.finish(),
                     Err(error) => {
                         tracing::error!("the device stays: {error}");
                         self.become_state(DeviceState::Live, Some(error.to_string()));
                     }
                 },
-                Ok(Event::Lost) => self.become_state(DeviceState::Live, None),
                 Ok(Event::QueueEnded(queue, outcome)) => {
-                    disk_ended(queue, outcome);
-                    return self.finish().map(|()| None);
+                    self.disk_ended(queue, outcome);
+                    return self.finish();
                 }
+                Ok(Event::Lost) => self.become_state(DeviceState::Live, None),
+                Ok(Event::GoLive | Event::TakeOver { .. }) => {}
                 Err(_) => return Err(Error::new(ErrorKind::Io, "every event source is gone")),
             }
         }
@@ -165,7 +121,37 @@ impl Live<'_> {
             }
             other => (other.0, reason),
         };
-        self.status.become_state(state, reason);
+        self.shared.status.become_state(state, reason);
+    }
+
+    fn refuse(&self, call: u64, error: Error) {
+        let reply = Reply::from_result::<()>(Err(error));
+        self.link.report(&Report::Answer { id: call, reply });
+    }
+
+    /// A queue thread has ended. In order: the disk is gone, whoever stopped it, or the driver waits
+    /// for another process to serve it. Otherwise its requests would wait for ever: the process ends,
+    /// the driver sees that, and gives them to the next worker or fails them.
+    fn disk_ended(&self, queue: u16, outcome: Result<()>) {
+        if let Err(error) = outcome {
+            tracing::error!("the worker ends: {error} (queue {queue})");
+            std::process::abort();
+        }
+        match self.target.has_disk() {
+            Ok(false) => tracing::warn!("the disk was stopped by somebody else"),
+            Ok(true) => {
+                tracing::info!("another worker is to serve the disk");
+                std::process::exit(0);
+            }
+            Err(error) if error.kind == ErrorKind::NotFound => {
+                tracing::warn!("the disk was deleted by somebody else");
+            }
+            Err(error) => {
+                // Nothing is wiped while it is not known that the disk is gone.
+                tracing::error!("{error}");
+                std::process::abort();
+            }
+        }
     }
 
     fn in_use(&self, holders: &[Holder]) -> Error {
@@ -174,15 +160,15 @@ impl Live<'_> {
             format!(
                 "{} ({}) cannot be removed, it is in use: {}",
                 self.session.spec.name,
-                self.geometry.path.display(),
+                self.fixed.device,
                 users(holders)
             ),
         )
     }
 
     fn holders(&self) -> Result<Vec<Holder>> {
-        let number = (self.geometry.major, self.geometry.minor);
-        let kname = format!("ublkb{}", self.geometry.id);
+        let number = (self.fixed.major, self.fixed.minor);
+        let kname = format!("ublkb{}", self.fixed.id);
         let survey = safety::holders(&Root::default(), number, &kname, &[])?;
         for blind in &survey.blind {
             tracing::warn!("there may be more users than can be seen: {blind}");
@@ -231,13 +217,14 @@ impl Live<'_> {
             }
             self.swap_off(&holders)?;
             match self.events.recv_timeout(DRAIN_TICK) {
-                Ok(Event::Remove(reply)) => refuse(reply, self.in_use(&holders)),
+                Ok(Event::Remove(call)) => self.refuse(call, self.in_use(&holders)),
                 Ok(Event::QueueEnded(queue, outcome)) => {
-                    disk_ended(queue, outcome);
+                    self.disk_ended(queue, outcome);
                     return Ok(());
                 }
                 Ok(Event::Lost) => self.become_state(DeviceState::Draining, None),
-                Ok(Event::Terminate) | Err(RecvTimeoutError::Timeout) => {}
+                Ok(Event::Terminate | Event::GoLive | Event::TakeOver { .. })
+                | Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => std::thread::sleep(DRAIN_TICK),
             }
         }
@@ -269,13 +256,14 @@ impl Live<'_> {
         self.helper.insert(SwapoffHelper::start()?).order(&swap)
     }
 
-    /// After the disk is gone: every thread out, memory wiped, number given back.
+    /// After the disk is gone: every thread out, memory wiped, number given back. Then the supervisor
+    /// is told, and the process is to end.
     ///
     /// # Errors
     /// That something may still use the memory: it is neither wiped nor unmapped then, and the
     /// process must end.
     fn finish(self) -> Result<()> {
-        self.status.become_state(DeviceState::Stopping, None);
+        self.become_state(DeviceState::Stopping, None);
         // Somebody else's STOP_DEV, or one of ours that was answered too late, may have begun this.
         self.target
             .stop()
@@ -301,33 +289,30 @@ impl Live<'_> {
         self.target
             .delete()
             .unwrap_or_else(|error| tracing::error!("{error}"));
+        self.stop_rebuild.store(true, Ordering::SeqCst);
         drop(self.watch);
         if let Some(loss) = self.health.loss() {
             // Nothing can be wiped, and copies that never came back may come yet: what they would write
             // to stays mapped until the process is gone, which is now.
             tracing::warn!("the device's memory was not wiped: {loss}");
             std::mem::forget((self.backend, self.table));
+            drop(self.helper);
+            self.link.report(&Report::Ended(None));
             return Ok(());
         }
         if let Err(error) = self.table.retire_all(END_LIMIT) {
             std::mem::forget((self.backend, self.table));
             return Err(error);
         }
-        zero_and_check(self.backend.chunks(), &CopyRoutines::best()).unwrap_or_else(|error| {
+        let wiped = zero_and_check(self.backend.chunks(), &CopyRoutines::best());
+        if let Err(error) = &wiped {
             tracing::error!("the device's memory could not be wiped: {error}");
-        });
+        }
+        // Its helper is gone before the supervisor hears that all is.
+        drop(self.helper);
+        self.link.report(&Report::Ended(wiped.err()));
         Ok(())
     }
-}
-
-/// A queue thread has ended. In order: the disk is gone, whoever stopped it. Otherwise its requests
-/// would wait for ever: the process ends, the driver sees that and fails them.
-fn disk_ended(queue: u16, outcome: Result<()>) {
-    if let Err(error) = outcome {
-        tracing::error!("the server ends, its disk with it: {error} (queue {queue})");
-        std::process::abort();
-    }
-    tracing::warn!("the disk was stopped by somebody else");
 }
 
 /// Who uses the disk, in words. The driver may know of somebody whom /proc does not show: an open file
@@ -338,9 +323,4 @@ fn users(holders: &[Holder]) -> String {
     } else {
         safety::describe(holders)
     }
-}
-
-fn refuse(reply: ReplySlot, error: Error) {
-    let (written, _) = channel();
-    let _ = reply.send((Reply::from_result::<()>(Err(error)), written));
 }

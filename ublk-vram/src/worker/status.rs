@@ -1,149 +1,86 @@
-//! What the control thread may tell without asking anybody: state, counters, memory.
+//! State and its reason, as the lifecycle thread sets them and others tell them.
 
-use std::sync::mpsc::Sender;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError};
 
-use tokio::sync::oneshot;
-
-use super::lifecycle::Event;
-use crate::backend::fault::FaultControl;
-use crate::control::{Answer, Call, Handler, Reply};
-use crate::device::{ChecksumInfo, DeviceInfo, DeviceState, StaticInfo};
-use crate::engine::StatsTable;
+use super::link::Link;
+use crate::device::{DeviceInfo, DeviceState, StaticInfo};
 use crate::error::{Error, ErrorKind, Result};
-use crate::safety;
-use crate::store::ChecksumTable;
+use crate::session::{Report, Session, View};
 
-/// State and its reason, as everybody may see it.
+/// What a device is and in which state.
+#[derive(Debug, Clone)]
+pub(super) struct Current {
+    pub(super) state: DeviceState,
+    pub(super) reason: Option<String>,
+    pub(super) fixed: Option<StaticInfo>,
+}
+
+/// The one place where it is kept; the supervisor is told of every change.
 pub(super) struct Status {
-    current: Mutex<(DeviceState, Option<String>)>,
-    fixed: Mutex<Option<StaticInfo>>,
-    checksums: Mutex<Option<Arc<ChecksumTable>>>,
-    stats: Arc<StatsTable>,
-    arena: u64,
-    /// Bytes of device memory that is system memory (the host backend's): locked, but not a cost.
-    storage: u64,
+    current: Mutex<Current>,
+    view: View,
+    link: Link,
 }
 
 impl Status {
-    pub(super) fn new(stats: Arc<StatsTable>, arena: u64, storage: u64) -> Status {
-        Status {
-            current: Mutex::new((DeviceState::Creating, None)),
-            fixed: Mutex::new(None),
-            checksums: Mutex::new(None),
-            stats,
-            arena,
-            storage,
-        }
+    pub(super) fn new(session: &Session, link: &Link) -> Result<Status> {
+        Ok(Status {
+            current: Mutex::new(Current {
+                state: DeviceState::Creating,
+                reason: None,
+                fixed: None,
+            }),
+            view: View::of(session)?,
+            link: link.clone(),
+        })
     }
 
     /// Moves to `state`, giving `reason` to those who ask.
     pub(super) fn become_state(&self, state: DeviceState, reason: Option<String>) {
-        let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
-        debug_assert!(
-            current.0 == state || current.0.may_become(state),
-            "{} -> {state}",
-            current.0
-        );
+        {
+            let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
+            debug_assert!(
+                current.state == state || current.state.may_become(state),
+                "{} -> {state}",
+                current.state
+            );
+            current.state = state;
+            current.reason.clone_from(&reason);
+        }
         match &reason {
             Some(reason) => tracing::info!("{state}: {reason}"),
             None => tracing::info!("{state}"),
         }
-        *current = (state, reason);
+        self.link.report(&Report::State { state, reason });
     }
 
-    pub(super) fn set_fixed(&self, fixed: StaticInfo) {
-        *self.fixed.lock().unwrap_or_else(PoisonError::into_inner) = Some(fixed);
+    /// The disk is served from now on. The supervisor learns of it by a report of its own.
+    pub(super) fn go_live(&self, fixed: &StaticInfo) {
+        let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
+        current.state = DeviceState::Live;
+        current.fixed = Some(fixed.clone());
     }
 
-    pub(super) fn set_checksums(&self, table: Option<Arc<ChecksumTable>>) {
-        *self
-            .checksums
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner) = table;
-    }
-
-    fn checksum(&self) -> Option<ChecksumInfo> {
-        let table = self
-            .checksums
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        table.as_ref().map(|table| ChecksumInfo {
-            bytes: table.len_bytes(),
-            left_writing: table.left_writing(),
-            unverified: table.is_unverified(),
-        })
-    }
-
-    fn info(&self) -> Result<DeviceInfo> {
-        let fixed = self
-            .fixed
+    pub(super) fn current(&self) -> Current {
+        self.current
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
-            .clone();
-        let fixed = fixed.ok_or_else(|| {
-            Error::new(
-                ErrorKind::Busy,
-                "the device is being made: its memory is zeroed and checked",
-            )
-        })?;
-        let (state, reason) = self
-            .current
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone();
-        let mut memory = safety::memory_info(self.arena)?;
-        memory.cost = memory.cost.saturating_sub(self.storage);
-        Ok(DeviceInfo {
-            fixed,
+            .clone()
+    }
+
+    pub(super) fn view(&self) -> &View {
+        &self.view
+    }
+
+    /// What `show` tells while there is no supervisor to tell it.
+    pub(super) fn info_alone(&self, why: &str) -> Result<DeviceInfo> {
+        let Current {
             state,
             reason,
-            memory,
-            checksum: self.checksum(),
-            queue: self.stats.read(),
-        })
-    }
-}
-
-/// Takes calls from the control thread.
-pub(super) struct Desk {
-    pub(super) status: Arc<Status>,
-    pub(super) events: Mutex<Sender<Event>>,
-    pub(super) fault: Option<Arc<FaultControl>>,
-}
-
-impl Desk {
-    fn fault(&self) -> Result<&FaultControl> {
-        self.fault.as_deref().ok_or_else(|| {
-            Error::new(
-                ErrorKind::Unsupported,
-                "this device has no fault layer: it was not added with --lab-fault",
-            )
-        })
-    }
-}
-
-impl Handler for Desk {
-    fn call(&self, call: Call) -> Answer {
-        match call {
-            Call::Show {} => Answer::Now(Reply::from_result(self.status.info())),
-            Call::Fault { rule } => Answer::Now(Reply::from_result(
-                self.fault().map(|fault| fault.add(rule)),
-            )),
-            Call::Release { reverse } => Answer::Now(Reply::from_result(
-                self.fault().map(|fault| fault.release(reverse)),
-            )),
-            Call::Remove {} => {
-                let (reply, answer) = oneshot::channel();
-                let events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
-                match events.send(Event::Remove(reply)) {
-                    Ok(()) => Answer::Later(answer),
-                    Err(_) => Answer::Now(Reply::from_result::<()>(Err(Error::new(
-                        ErrorKind::Busy,
-                        "the device is ending already",
-                    )))),
-                }
-            }
-        }
+            fixed,
+        } = self.current();
+        let fixed = fixed.ok_or_else(|| Error::new(ErrorKind::Busy, "there is no disk yet"))?;
+        let reason = reason.map_or_else(|| why.to_owned(), |reason| format!("{reason}; {why}"));
+        self.view.info(fixed, state, Some(reason))
     }
 }

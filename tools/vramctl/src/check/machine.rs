@@ -4,9 +4,9 @@ use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
 use ublk_vram::backend::pci::{self, PciFunction};
 use ublk_vram::device::DeviceSpec;
 use ublk_vram::safety;
+use ublk_vram::session::BASE_COST_BYTES;
 use ublk_vram::size::human;
 use ublk_vram::store::ChecksumTable;
-use ublk_vram::worker::BASE_COST_BYTES;
 
 use super::{Item, Machine};
 use crate::start::find_server;

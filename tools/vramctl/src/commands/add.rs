@@ -9,7 +9,7 @@ use ublk_vram::backend::vulkan::{self, Gpu, Residency};
 use ublk_vram::control::{Call, Client, RunDir};
 use ublk_vram::device::{BackendSpec, DeviceSpec, LabSpec, StaticInfo};
 use ublk_vram::size::{SizeSpec, human};
-use ublk_vram::{Error, ErrorKind, Result, worker};
+use ublk_vram::{Error, ErrorKind, Result, session};
 
 use super::limit_for;
 use super::swap::evictable;
@@ -202,11 +202,14 @@ fn specification(args: &AddArgs, backend: BackendSpec) -> Result<DeviceSpec> {
         chunk: args.chunk,
         checksum: args.checksum.map(|switch| switch == Switch::On),
         allow_unsafe: args.allow_unsafe,
+        fail_after: args.fail_after.map(|limit| limit.as_secs().max(1)),
         lab: LabSpec {
             no_memory_lock: args.lab_no_memory_lock,
             fault: args.lab_fault,
             no_safe_stop: args.lab_no_safe_stop,
             copy_limit: args.lab_copy_limit,
+            no_recovery: args.lab_no_recovery,
+            crash: args.lab_crash,
             log_file,
         },
     })
@@ -224,7 +227,7 @@ fn rough_bytes(spec: &DeviceSpec) -> u64 {
 
 /// Says what would happen, and prints what the server would be given.
 fn dry_run(spec: &DeviceSpec, server: Result<PathBuf>) -> Result<()> {
-    let (layout, shape) = worker::plan(spec)?;
+    let (layout, shape) = session::plan(spec)?;
     let size = layout.device_bytes();
     let memory = match &spec.backend {
         BackendSpec::Host => "system memory".to_owned(),
@@ -244,7 +247,7 @@ fn dry_run(spec: &DeviceSpec, server: Result<PathBuf>) -> Result<()> {
         human(layout.chunk_size()),
         shape.queues,
         shape.depth,
-        human(worker::cost_bytes(spec, &layout, &shape))
+        human(session::cost_bytes(spec, &layout, &shape))
     ));
     output::json(spec)
 }
@@ -284,7 +287,7 @@ fn swap_or_remove(device: &StaticInfo, priority: u16) -> Result<()> {
     };
     let socket = RunDir::system().socket(&device.name);
     let removed = Client::connect(&socket, ASK_LIMIT)
-        .and_then(|mut client| client.call(&Call::Remove {}, limit_for(device.size)))
+        .and_then(|mut client| client.call(&Call::Remove { force: false }, limit_for(device.size)))
         .and_then(|reply| reply.into_result::<serde_json::Value>());
     Err(Error::new(
         error.kind,

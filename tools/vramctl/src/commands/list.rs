@@ -213,7 +213,7 @@ pub fn json_swap(swap: &SwapEntry) -> Value {
 mod tests {
     use super::*;
     use crate::devices::Seen;
-    use ublk_vram::device::{DeviceInfo, DeviceState, MemoryInfo, StaticInfo};
+    use ublk_vram::device::{DeviceInfo, DeviceState, MemoryInfo, ServerInfo, StaticInfo};
 
     fn live() -> Device {
         let fixed: StaticInfo = serde_json::from_value(json!({
@@ -241,6 +241,7 @@ mod tests {
                 fixed: fixed.clone(),
                 state: DeviceState::Live,
                 reason: None,
+                server: ServerInfo::default(),
                 memory,
                 checksum: None,
                 queue: vec![queue(100, 7), queue(23, 4000)],

@@ -4,6 +4,7 @@ mod add;
 mod fault;
 mod gpus;
 mod list;
+mod recover;
 mod remove;
 mod show;
 mod swap;
@@ -34,6 +35,8 @@ pub fn run(args: Args) -> Result<u8> {
         Verb::Remove(args) => remove::run(&args).map(done),
         Verb::List(args) => list::run(&args).map(done),
         Verb::Show(args) => show::run(&args).map(done),
+        Verb::Restart(args) => recover::restart(&args).map(done),
+        Verb::Recover(args) => recover::recover(&args).map(done),
         Verb::Swap(verb) => swap::run(&verb).map(done),
         Verb::Check(args) => check::run(&args),
         Verb::Completion(args) => completion(&args).map(done),
@@ -74,8 +77,9 @@ fn dead(name: &DeviceName) -> ublk_vram::Error {
     ublk_vram::Error::new(
         ublk_vram::ErrorKind::Io,
         format!(
-            "the server of '{name}' died and left things behind: \
-             clean up with `vramctl remove {name} --force`"
+            "the server of '{name}' died and left things behind: `vramctl recover {name}` brings the device \
+             back if its disk is still there (`vramctl list` says orphan), and \
+             `vramctl remove {name} --force` cleans up"
         ),
     )
 }

@@ -19,7 +19,7 @@ use ublk_vram::{Error, ErrorKind, Result, ublk};
 use super::swap::off_if_on;
 use super::{call, dead, limit_for};
 use crate::args::RemoveArgs;
-use crate::devices::{Device, Devices, kernel_name, take_lock};
+use crate::devices::{Device, Devices, disk_is_there, kernel_name, take_lock};
 use crate::output;
 
 /// The driver's time for each command on an orphan.
@@ -40,7 +40,7 @@ pub fn run(args: &RemoveArgs) -> Result<()> {
     }
     let bytes = device.fixed.as_ref().map_or(0, |fixed| fixed.size);
     let limit = args.timeout.unwrap_or_else(|| limit_for(bytes));
-    call(&args.name, &Call::Remove {}, limit)
+    call(&args.name, &Call::Remove { force: args.force }, limit)
         .map(drop)
         .map_err(|error| {
             // What the user can do is known only here: the server does not swap off for `remove`.
@@ -62,7 +62,11 @@ fn clean_up(device: &Device) -> Result<()> {
     // Looked at again now that nobody else can change it.
     let device = &Devices::system()?.find(&device.name)?;
     if let Some(fixed) = &device.fixed {
-        refuse_if_used(device, fixed)?;
+        if disk_is_there(fixed) {
+            say_who_loses(fixed)?;
+        } else {
+            refuse_if_used(device, fixed)?;
+        }
         delete_disk(device, fixed)?;
         if let (Some(address), "pci") = (fixed.gpu.as_deref(), fixed.backend.as_str()) {
             let layout = Layout::new(fixed.size, Some(fixed.chunk_size))?;
@@ -81,9 +85,24 @@ fn clean_up(device: &Device) -> Result<()> {
     for path in [
         run_dir.socket(&device.name),
         run_dir.note(&device.name),
+        run_dir.session(&device.name),
         run_dir.lock(&device.name),
     ] {
         remove_file(&path)?;
+    }
+    Ok(())
+}
+
+/// An orphan's users wait for it, some of them in ways that no signal ends: it is ended under them.
+fn say_who_loses(fixed: &StaticInfo) -> Result<()> {
+    let number = (fixed.major, fixed.minor);
+    let survey = safety::holders(&Root::default(), number, kernel_name(fixed), &[])?;
+    if !survey.is_free() {
+        output::warning(&format!(
+            "{} is in use: what waits for it gets EIO: {}",
+            fixed.device,
+            safety::describe(&survey.holders)
+        ));
     }
     Ok(())
 }
@@ -120,7 +139,7 @@ fn delete_disk(device: &Device, fixed: &StaticInfo) -> Result<()> {
     // The number may have been given to another program since. A server has its character device
     // open for as long as it lives, whether its disk is live yet or not.
     if let Some(pid) = opener(&format!("/dev/ublkc{}", fixed.id)) {
-        if pid == fixed.pid {
+        if pid == fixed.worker || pid == fixed.pid {
             return Err(Error::new(
                 ErrorKind::Busy,
                 format!(
@@ -135,10 +154,10 @@ fn delete_disk(device: &Device, fixed: &StaticInfo) -> Result<()> {
         ));
         return Ok(());
     }
-    if status.pid > 0 && status.pid != fixed.pid {
+    if status.pid > 0 && status.pid != fixed.worker && status.pid != fixed.pid {
         output::warning(&format!(
-            "ublk device {} belongs to process {} and not to {}, the server of '{}': it stays",
-            fixed.id, status.pid, fixed.pid, device.name
+            "ublk device {} belongs to process {} and not to {}, the worker of '{}': it stays",
+            fixed.id, status.pid, fixed.worker, device.name
         ));
         return Ok(());
     }

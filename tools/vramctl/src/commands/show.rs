@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime};
 
 use serde_json::{Value, json};
 use ublk_vram::Result;
-use ublk_vram::device::{DeviceInfo, MemoryInfo, QueueInfo, StaticInfo};
+use ublk_vram::device::{DeviceInfo, MemoryInfo, QueueInfo, ServerInfo, StaticInfo};
 use ublk_vram::safety::{self, Root, Survey};
 use ublk_vram::size::human;
 
@@ -35,7 +35,12 @@ pub fn run(args: &ShowArgs) -> Result<()> {
 /// Who uses the disk, its own server left out.
 fn survey(fixed: &StaticInfo) -> Result<Survey> {
     let number = (fixed.major, fixed.minor);
-    safety::holders(&Root::default(), number, kernel_name(fixed), &[fixed.pid])
+    safety::holders(
+        &Root::default(),
+        number,
+        kernel_name(fixed),
+        &[fixed.pid, fixed.worker],
+    )
 }
 
 fn document(device: &Device, users: Option<&Survey>) -> Value {
@@ -94,6 +99,7 @@ fn text(device: &Device, users: Option<&Survey>) -> String {
         }
     }
     if let Some(info) = &device.info {
+        describe_server(&mut block, &info.server);
         describe_memory(&mut block, &info.memory);
         describe_checksum(&mut block, info);
     }
@@ -143,9 +149,39 @@ fn describe_fixed(block: &mut Block, fixed: &StaticInfo) {
     );
     block.line("uuid", &fixed.uuid);
     block.line("server", format!("pid {}", fixed.pid));
+    if let Some(why) = &fixed.mortal {
+        block.line("survives", format!("no: {why}"));
+    }
     let since = SystemTime::UNIX_EPOCH + Duration::from_secs(fixed.since);
     if let Ok(age) = since.elapsed() {
         block.line("up", duration(age));
+    }
+}
+
+fn describe_server(block: &mut Block, server: &ServerInfo) {
+    let process = |pid: i32| match pid {
+        0 => "none".to_owned(),
+        pid => pid.to_string(),
+    };
+    block.line(
+        "processes",
+        format!(
+            "supervisor {}, worker {}, standby {}",
+            process(server.supervisor),
+            process(server.worker),
+            process(server.standby)
+        ),
+    );
+    if server.takeovers > 0 {
+        block.line(
+            "takeovers",
+            format!(
+                "{}, the last in {} ms, the longest in {} ms",
+                server.takeovers,
+                server.last_pause_us / 1000,
+                server.longest_pause_us / 1000
+            ),
+        );
     }
 }
 
@@ -202,7 +238,7 @@ fn describe_checksum(block: &mut Block, info: &DeviceInfo) {
 /// The counters of each queue, and their sums.
 fn queues(info: &DeviceInfo) -> String {
     type Counter = fn(&QueueInfo) -> u64;
-    let counters: [(&'static str, Counter, bool); 10] = [
+    let counters: [(&'static str, Counter, bool); 11] = [
         ("READS", |q| q.reads, false),
         ("READ", |q| q.read_bytes, true),
         ("WRITES", |q| q.writes, false),
@@ -210,6 +246,7 @@ fn queues(info: &DeviceInfo) -> String {
         ("SWAP-WRITES", |q| q.swap_writes, false),
         ("ZEROED", |q| q.zero_bytes, true),
         ("ERRORS", |q| q.errors, false),
+        ("REISSUED", |q| q.reissued, false),
         ("BATCHES", |q| q.batches, false),
         ("IN-FLIGHT", |q| q.in_flight, false),
         ("MOST", |q| q.most_in_flight, false),

@@ -17,6 +17,8 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
+use serde::{Deserialize, Serialize};
+
 use super::function::driver_of;
 use super::lock::BarLock;
 use super::obstacles::text;
@@ -37,23 +39,26 @@ const COMMAND_MEMORY: u16 = 1 << 1;
 /// it opened must be gone by then.
 #[derive(Debug)]
 pub struct PciMemory {
-    address: PciAddress,
-    bar: Bar,
-    vendor: u16,
-    dir: PathBuf,
+    pub(super) address: PciAddress,
+    pub(super) bar: Bar,
+    pub(super) vendor: u16,
+    pub(super) dir: PathBuf,
     /// `resourceN_wc` or `resourceN`: whoever has the descriptor can map the BAR.
-    resource: File,
-    write_combined: bool,
+    pub(super) resource: File,
+    pub(super) write_combined: bool,
     /// What to set back, in the order it was changed.
-    changed: Vec<Setting>,
-    lock: BarLock,
+    pub(super) changed: Vec<Setting>,
+    pub(super) lock: BarLock,
+    /// Whether it is for this process to set anything back; else another one that shares the claim
+    /// does it.
+    pub(super) owner: bool,
 }
 
 /// An attribute and what it held.
-#[derive(Debug)]
-struct Setting {
-    path: PathBuf,
-    before: String,
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Setting {
+    pub(super) path: PathBuf,
+    pub(super) before: String,
 }
 
 /// Bytes of the BAR that a device would be made of.
@@ -91,8 +96,29 @@ impl PciMemory {
         )
     }
 
+    /// As [`PciMemory::claim`], for memory whose contents are wanted: nothing is written to it.
+    ///
+    /// # Errors
+    /// As [`PciMemory::claim`].
+    pub fn claim_again(address: &str, bar: Option<u8>, layout: &Layout) -> Result<PciMemory> {
+        let root = Path::new("/");
+        PciMemory::take(root, RunDir::system().path(), address, bar, layout)
+    }
+
     /// [`PciMemory::claim`] in the files of another root directory, with the lock in `run_dir`.
     pub(super) fn claim_at(
+        root: &Path,
+        run_dir: &Path,
+        address: &str,
+        bar: Option<u8>,
+        layout: &Layout,
+    ) -> Result<PciMemory> {
+        let memory = PciMemory::take(root, run_dir, address, bar, layout)?;
+        probe::check(&memory, layout.total_bytes())?;
+        Ok(memory)
+    }
+
+    fn take(
         root: &Path,
         run_dir: &Path,
         address: &str,
@@ -120,11 +146,11 @@ impl PciMemory {
             resource,
             changed: Vec::new(),
             lock,
+            owner: true,
         };
         // An error from here on drops `memory`, which sets everything back.
         memory.take_over()?;
         memory.check_present()?;
-        probe::check(&memory, layout.total_bytes())?;
         Ok(memory)
     }
 
@@ -266,7 +292,7 @@ impl PciMemory {
 
     fn restore(&mut self) -> Result<()> {
         // Another server that uses another BAR of this function needs it awake: the settings stay.
-        let keep = self.lock.function_is_shared();
+        let keep = !self.owner || self.lock.function_is_shared();
         let mut result = Ok(());
         while let Some(Setting { path, before }) = self.changed.pop() {
             if keep {

@@ -7,7 +7,7 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::PciAddress;
 use super::obstacles::{self, text};
@@ -54,7 +54,7 @@ pub struct PciFunction {
 }
 
 /// One base address register.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Bar {
     /// Its number, 0 to 5.
     pub index: u8,

@@ -1,10 +1,11 @@
 //! One user for each BAR: an exclusive flock on `/run/ublk-vram/pci-ADDRESS-BAR.lock`.
 //!
 //! The file names the process that holds the lock. A lock ends with the last descriptor of its open
-//! file, however the process ends; the file that a killed server leaves behind is taken over.
+//! file, in whatever process that is; the file that a killed server leaves behind is taken over.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{Read, Write};
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
@@ -21,10 +22,13 @@ const TRIES: usize = 16;
 /// The lock; it ends, and the file goes, when it is dropped.
 #[derive(Debug)]
 pub(super) struct BarLock {
-    _file: Flock<File>,
-    path: PathBuf,
+    /// Not nix's `Flock`, whose drop unlocks for every process that shares the open file.
+    pub(super) file: File,
+    pub(super) path: PathBuf,
     /// What the lock files of all BARs of the function begin with.
-    prefix: String,
+    pub(super) prefix: String,
+    /// Whether the file goes when this is dropped: another process that shares the lock needs it.
+    pub(super) owner: bool,
 }
 
 impl BarLock {
@@ -51,24 +55,28 @@ impl BarLock {
                 .mode(0o600)
                 .open(&path)
                 .map_err(failed)?;
-            match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
-                Ok(file) => {
-                    // The last holder may have removed the file between our open and our lock.
-                    if !RunDir::is_still(&file, &path) {
-                        continue;
-                    }
-                    let mut writer: &File = &file;
-                    file.set_len(0)
-                        .and_then(|()| writeln!(writer, "{}", std::process::id()))
-                        .map_err(failed)?;
-                    return Ok(BarLock {
-                        _file: file,
-                        path,
-                        prefix,
-                    });
+            // SAFETY: flock takes a descriptor and a number; the descriptor is open.
+            let locked =
+                unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) } == 0;
+            if locked {
+                // The last holder may have removed the file between our open and our lock.
+                if !RunDir::is_still(&file, &path) {
+                    continue;
                 }
-                Err((file, Errno::EWOULDBLOCK)) => return Err(taken(file, address, bar)),
-                Err((_, errno)) => return Err(failed(errno.into())),
+                let mut writer: &File = &file;
+                file.set_len(0)
+                    .and_then(|()| writeln!(writer, "{}", std::process::id()))
+                    .map_err(failed)?;
+                return Ok(BarLock {
+                    file,
+                    path,
+                    prefix,
+                    owner: true,
+                });
+            }
+            match Errno::last() {
+                Errno::EWOULDBLOCK => return Err(taken(file, address, bar)),
+                errno => return Err(failed(errno.into())),
             }
         }
         Err(Error::new(
@@ -101,6 +109,9 @@ impl BarLock {
 
 impl Drop for BarLock {
     fn drop(&mut self) {
+        if !self.owner {
+            return;
+        }
         // Removed before the lock ends, so that nobody's new file is removed. A failure leaves an
         // unlocked file, which the next claim takes over.
         let _ = fs::remove_file(&self.path);

@@ -18,6 +18,7 @@
 
 mod address;
 mod claim;
+mod export;
 #[cfg(test)]
 mod fixture;
 mod function;
@@ -32,6 +33,7 @@ use std::sync::Arc;
 
 pub use address::PciAddress;
 pub use claim::{PciMemory, available};
+pub use export::PciDescription;
 pub use function::{Bar, PciFunction, list, list_at};
 pub use orphan::wipe_orphan;
 

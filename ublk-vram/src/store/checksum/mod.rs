@@ -28,7 +28,7 @@ mod rebuild;
 #[cfg(test)]
 mod tests;
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicU64, Ordering, fence};
 
 use entry::Entry;
 pub use rebuild::{Sample, rebuild, sample};
@@ -77,16 +77,30 @@ pub struct Doubt(u64);
 pub struct ChecksumTable {
     memory: SharedMapping,
     blocks: u64,
+}
+
+/// What lies behind the entries: every process of a server reads it. All-zero bytes are a valid value.
+#[repr(C)]
+struct Tail {
     /// Blocks that a dead worker left half written and that were not rewritten since.
     left: AtomicU64,
-    /// The table was lost, and is being rebuilt.
-    unverified: AtomicBool,
+    /// 1 while a table that was lost is being rebuilt.
+    unverified: AtomicU64,
+}
+
+/// What a worker that takes over finds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Found {
+    /// Blocks that were being written: they are read unchecked until they are written again.
+    pub left: u64,
+    /// The table is a new one: the memory outlived it.
+    pub is_new: bool,
 }
 
 impl ChecksumTable {
     /// Bytes of shared memory for a device of `device_bytes`: 2 MiB for each GiB.
     pub fn bytes(device_bytes: u64) -> u64 {
-        device_bytes.div_ceil(u64::from(BLOCK_BYTES)) * ENTRY_BYTES
+        device_bytes.div_ceil(u64::from(BLOCK_BYTES)) * ENTRY_BYTES + size_of::<Tail>() as u64
     }
 
     /// The table in `memory`, which must be zeroed or hold the table of an earlier worker.
@@ -106,14 +120,19 @@ impl ChecksumTable {
         Ok(ChecksumTable {
             memory,
             blocks: device_bytes.div_ceil(u64::from(BLOCK_BYTES)),
-            left: AtomicU64::new(0),
-            unverified: AtomicBool::new(false),
         })
     }
 
     /// Bytes of memory that the table takes.
     pub fn len_bytes(&self) -> u64 {
         self.blocks * ENTRY_BYTES
+    }
+
+    fn tail(&self) -> &Tail {
+        let at = (self.blocks * ENTRY_BYTES) as usize;
+        // SAFETY: the mapping is page aligned and holds `blocks` words and the tail behind them (`new`);
+        // every bit pattern is a valid tail, and all access is through atomics.
+        unsafe { &*self.memory.as_ptr().add(at).cast::<Tail>() }
     }
 
     /// Blocks of the device.
@@ -129,37 +148,39 @@ impl ChecksumTable {
                 entry.store(Entry::valid(ZERO_BLOCK_CRC).0, Ordering::Relaxed);
             }
         }
-        self.left.store(0, Ordering::Relaxed);
+        self.tail().left.store(0, Ordering::Relaxed);
     }
 
     /// Takes over the table of a worker that died: what it was writing is read unchecked until it is
-    /// written again. The count of those blocks. Before there are queues.
-    pub fn adopt(&self) -> u64 {
-        let mut left = 0;
+    /// written again. Before there are queues, and after the last of the other worker's.
+    pub fn adopt(&self) -> Found {
+        let (mut left, mut is_new) = (0, true);
         for block in 0..self.blocks {
             let Some(slot) = self.entry(block) else { break };
-            let entry = Entry(slot.load(Ordering::Relaxed)).adopt();
+            let before = slot.load(Ordering::Relaxed);
+            let entry = Entry(before).adopt();
             slot.store(entry.0, Ordering::Relaxed);
             left += u64::from(entry.is_left());
+            is_new &= before == 0;
         }
-        self.left.store(left, Ordering::SeqCst);
-        left
+        self.tail().left.store(left, Ordering::SeqCst);
+        Found { left, is_new }
     }
 
     /// Notes that the memory was found without its table: nothing says that its bytes are what was
     /// written, until [`rebuild()`] has been through.
     pub fn set_unverified(&self) {
-        self.unverified.store(true, Ordering::Relaxed);
+        self.tail().unverified.store(1, Ordering::Relaxed);
     }
 
     /// Whether the memory was found without its table, and not all of it has a checksum again.
     pub fn is_unverified(&self) -> bool {
-        self.unverified.load(Ordering::Relaxed)
+        self.tail().unverified.load(Ordering::Relaxed) != 0
     }
 
     /// Blocks that a dead worker left half written and nobody has rewritten.
     pub fn left_writing(&self) -> u64 {
-        self.left.load(Ordering::Relaxed)
+        self.tail().left.load(Ordering::Relaxed)
     }
 
     /// Blocks without a checksum now; it looks at the whole table.
@@ -190,7 +211,7 @@ impl ChecksumTable {
             let new = change(Entry(old));
             match slot.compare_exchange_weak(old, new.0, Ordering::SeqCst, Ordering::Relaxed) {
                 Ok(_) if Entry(old).is_left() && !new.is_left() => {
-                    self.left.fetch_sub(1, Ordering::Relaxed);
+                    self.tail().left.fetch_sub(1, Ordering::Relaxed);
                     return;
                 }
                 Ok(_) => return,

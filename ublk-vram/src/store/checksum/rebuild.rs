@@ -46,11 +46,11 @@ pub fn rebuild(
         {
             rebuilt += 1;
             if Entry(before).is_left() {
-                table.left.fetch_sub(1, Ordering::Relaxed);
+                table.tail().left.fetch_sub(1, Ordering::Relaxed);
             }
         }
     }
-    table.unverified.store(false, Ordering::Relaxed);
+    table.tail().unverified.store(0, Ordering::Relaxed);
     Ok(rebuilt)
 }
 

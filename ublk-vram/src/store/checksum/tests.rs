@@ -77,11 +77,18 @@ fn a_flipped_bit_is_bad_only_after_a_second_read() {
 #[test]
 fn what_a_dead_worker_was_writing_is_counted_until_rewritten() {
     let table = table(1 << 20);
+    assert!(table.adopt().is_new);
     table.set_all_zero();
     table.begin(1);
     table.begin(2);
     table.begin(2);
-    assert_eq!(table.adopt(), 2);
+    assert_eq!(
+        table.adopt(),
+        Found {
+            left: 2,
+            is_new: false
+        }
+    );
     assert_eq!(table.left_writing(), 2);
     assert_eq!(table.check(2, &[1; BLOCK]), Verdict::Unchecked);
     table.begin(2);
@@ -89,7 +96,7 @@ fn what_a_dead_worker_was_writing_is_counted_until_rewritten() {
     assert_eq!((table.left_writing(), table.count_unset()), (1, 1));
     assert_eq!(table.check(2, &[1; BLOCK]), Verdict::Good);
     // The next death counts what is still left.
-    assert_eq!(table.adopt(), 1);
+    assert_eq!(table.adopt().left, 1);
 }
 
 #[test]
@@ -137,7 +144,7 @@ fn a_table_that_was_lost_is_rebuilt_from_the_memory() {
     assert_eq!(table.check(2, &[0x77; BLOCK]), Verdict::Good);
     assert_eq!(table.check(1279, &[0; BLOCK]), Verdict::Good);
     assert_eq!(table.check(7, &[0; BLOCK]), Verdict::Unchecked);
-    assert_eq!(table.adopt(), 1);
+    assert_eq!(table.adopt().left, 1);
     assert_eq!(rebuild(), 1);
     assert_eq!((table.left_writing(), table.count_unset()), (0, 0));
     stop.store(true, Ordering::Relaxed);

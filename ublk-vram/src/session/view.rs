@@ -1,0 +1,102 @@
+//! What `show` tells of a device, put together from its regions: whichever process is asked.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use super::{Identity, Life, Regions, Session, map_checksums, map_stats};
+use crate::device::{ChecksumInfo, DeviceInfo, DeviceState, ServerInfo, StaticInfo};
+use crate::engine::StatsTable;
+use crate::error::Result;
+use crate::safety;
+use crate::store::ChecksumTable;
+
+/// The regions that `show` reads.
+pub struct View {
+    /// The counters.
+    pub stats: StatsTable,
+    /// What the device has lived through.
+    pub life: Life,
+    /// The checksums, if the device has them.
+    pub checksums: Option<Arc<ChecksumTable>>,
+    arena: u64,
+    /// Bytes of device memory that is system memory (the host backend's): locked, but not a cost.
+    storage: u64,
+}
+
+impl View {
+    /// Maps them.
+    ///
+    /// # Errors
+    /// As [`Session::shared_region`].
+    pub fn new(regions: &Regions, identity: &Identity, arena: u64, storage: u64) -> Result<View> {
+        let device_bytes = identity.layout()?.device_bytes();
+        Ok(View {
+            stats: map_stats(regions, identity.shape.queues)?,
+            life: Life::map(regions)?,
+            checksums: map_checksums(regions, &identity.spec, device_bytes)?.map(Arc::new),
+            arena,
+            storage,
+        })
+    }
+
+    /// Those of a session.
+    ///
+    /// # Errors
+    /// As [`View::new`].
+    pub fn of(session: &Session) -> Result<View> {
+        let storage = session.memory.system_bytes(&session.layout);
+        View::new(
+            &session.regions,
+            session.identity(),
+            session.shape.arena_bytes() as u64,
+            storage,
+        )
+    }
+
+    /// The processes.
+    pub fn server(&self) -> ServerInfo {
+        let record = self.life.record();
+        let load = |word: &std::sync::atomic::AtomicU64| word.load(Ordering::Relaxed);
+        let pid = |word| i32::try_from(load(word)).unwrap_or(0);
+        ServerInfo {
+            supervisor: pid(&record.supervisor),
+            worker: pid(&record.worker),
+            standby: pid(&record.standby),
+            generation: load(&record.generation),
+            takeovers: load(&record.takeovers),
+            last_pause_us: load(&record.last_pause_us),
+            longest_pause_us: load(&record.longest_pause_us),
+            supervisors: load(&record.supervisors),
+        }
+    }
+
+    /// Everything.
+    ///
+    /// # Errors
+    /// No process of the server can be looked at.
+    pub fn info(
+        &self,
+        fixed: StaticInfo,
+        state: DeviceState,
+        reason: Option<String>,
+    ) -> Result<DeviceInfo> {
+        let server = self.server();
+        let processes = [server.supervisor, server.worker, server.standby];
+        let processes: Vec<i32> = processes.into_iter().filter(|pid| *pid > 0).collect();
+        let mut memory = safety::memory_info(&processes, self.arena)?;
+        memory.cost = memory.cost.saturating_sub(self.storage);
+        Ok(DeviceInfo {
+            fixed,
+            state,
+            reason,
+            server,
+            memory,
+            checksum: self.checksums.as_ref().map(|table| ChecksumInfo {
+                bytes: table.len_bytes(),
+                left_writing: table.left_writing(),
+                unverified: table.is_unverified(),
+            }),
+            queue: self.stats.read(),
+        })
+    }
+}
