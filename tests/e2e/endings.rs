@@ -73,9 +73,12 @@ fn ghost(kernel: &Kernel) -> Result<()> {
         vm.device(Device::Qxl { vram_mib: 128 })
     })?;
     let options = "--size max --io-memory 4M --queues 1";
-    guest.add("swap0", &format!("{} {options}", guest.gpu(0)))?;
+    guest.add(
+        "swap0",
+        &format!("{} {options} --lab-no-recovery", guest.gpu(0)),
+    )?;
     guest.must("vramctl swap on swap0")?;
-    let pid = guest.show("swap0")?["pid"].clone();
+    let pid = guest.show("swap0")?["server"]["worker"].clone();
     guest.must(&format!("kill -9 {pid}"))?;
     guest.must_within("until grep -q deleted /proc/swaps; do sleep 0.2; done", 30)?;
     let list: serde_json::Value = serde_json::from_str(&guest.must("vramctl list --json")?)?;
@@ -123,12 +126,12 @@ fn hung_disk(kernel: &Kernel) -> Result<()> {
 /// nowhere after that.
 fn wiped_after_a_kill(kernel: &Kernel) -> Result<()> {
     let guest = Guest::boot(kernel, "wiped", 16, |vm| vm.tools(&["dd"]))?;
-    let options = "--size max --io-memory 4M --allow-unsafe";
+    let options = "--size max --io-memory 4M --allow-unsafe --lab-no-recovery";
     let path = guest.add("d", &format!("{} {options}", guest.gpu(0)))?;
     guest.must(&format!(
         "yes secret | dd of={path} bs=1M count=8 iflag=fullblock oflag=direct 2>/dev/null"
     ))?;
-    let pid = guest.show("d")?["pid"].clone();
+    let pid = guest.show("d")?["server"]["worker"].clone();
     guest.must(&format!("kill -9 {pid}"))?;
     guest.must_within(
         "until vramctl list --json | grep -q '\"dead\"'; do sleep 0.2; done",

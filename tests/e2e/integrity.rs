@@ -17,6 +17,7 @@ pub const CASES: &[Case] = &[
         On::Newest,
         without_checksums,
     ),
+    ("integrity::across_kills", On::Newest, across_kills),
     (
         "integrity::reader_meets_writer",
         On::Every,
@@ -164,6 +165,52 @@ fn reader_meets_writer(kernel: &Kernel) -> Result<()> {
         total(&guest, "writes")?,
         total(&guest, "reread_blocks")?,
         total(&guest, "unchecked_blocks")?
+    );
+    guest.must("vramctl remove d")?;
+    guest.nothing_left()?;
+    guest.end()
+}
+
+/// The worker is killed again and again while readers and writers meet on the same blocks: the checksums
+/// are those of the next worker, no read is a false alarm, and a bit that flips is still noticed.
+fn across_kills(kernel: &Kernel) -> Result<()> {
+    let guest = Guest::boot(kernel, "sums-kills", 64, |vm| {
+        vm.tools(&["fio", "dd", "cmp"])
+    })?;
+    let path = guest.add("d", &format!("{} {OPTIONS} --lab-fault", guest.gpu(0)))?;
+    guest.must(&format!(
+        "dd if=/dev/urandom of=/tmp/data bs=1M count=4 2>/dev/null && \
+         dd if=/tmp/data of={path} bs=1M seek=16 oflag=direct 2>/dev/null"
+    ))?;
+    let fio = guest.spawn_sh(&format!(
+        "fio --filename={path} --direct=1 --ioengine=io_uring --iodepth=8 --size=1M --thread --norandommap \
+         --time_based --runtime=600 --group_reporting --output-format=terse --randrepeat=0 --refill_buffers \
+         --name=w --rw=randwrite --bsrange=4k-64k --name=r --rw=randread --bsrange=4k-64k --numjobs=2 \
+         > /tmp/fio.out 2>&1"
+    ))?;
+    let killed = guest.must_within("vramtest kill-worker d --times 6 --hold --whole", 200)?;
+    guest.wait_whole("d")?;
+    ensure!(fio.try_wait()?.is_none(), "fio saw an error: {killed}");
+    fio.kill(libc::SIGKILL)?;
+    let show = guest.show("d")?;
+    let (errors, bad) = (total(&guest, "errors")?, total(&guest, "bad_blocks")?);
+    ensure!((errors, bad) == (0, 0), "false alarms: {show}");
+    eprintln!(
+        "across_kills: {killed}; {} blocks read again, {} unchecked, left half written {}",
+        total(&guest, "reread_blocks")?,
+        total(&guest, "unchecked_blocks")?,
+        show["checksum"]["left_writing"]
+    );
+    guest.must(&format!(
+        "dd if={path} bs=1M skip=16 count=4 iflag=direct 2>/dev/null | cmp - /tmp/data"
+    ))?;
+    flip(&guest, (16 << 20) + 5 * BLOCK)?;
+    let out = guest.sh(&format!(
+        "dd if={path} bs=4k skip=4101 count=1 iflag=direct of=/dev/null"
+    ))?;
+    ensure!(
+        !out.success(),
+        "a worker that took over must check too: {out}"
     );
     guest.must("vramctl remove d")?;
     guest.nothing_left()?;

@@ -150,7 +150,7 @@ fn mapping_taken_away(kernel: &Kernel) -> Result<()> {
     guest.must(&format!(
         "dd if=/dev/urandom of={path} bs=1M count=8 oflag=direct 2>/dev/null"
     ))?;
-    let pid = guest.show("d")?["pid"].clone();
+    let pid = guest.show("d")?["server"]["worker"].clone();
     guest.must(&format!(
         "for fd in /proc/{pid}/fd/*; do case $(readlink $fd) in *ublk-vram-chunk*) \
          truncate -s 4M $fd;; esac; done"
@@ -160,7 +160,10 @@ fn mapping_taken_away(kernel: &Kernel) -> Result<()> {
         LIMIT,
     )?;
     ensure!(out.stderr.contains("Input/output error"), "{out}");
-    ensure!(guest.show("d")?["pid"] == pid, "the server lives");
+    ensure!(
+        guest.show("d")?["server"]["worker"] == pid,
+        "the worker lives"
+    );
     is_lost(&guest, &path, "SIGBUS")?;
     guest.end()
 }

@@ -403,9 +403,10 @@ mod tests {
             serde_json::json!({
                 "name": "fast", "size": {"bytes": 1_610_612_736u64}, "backend": {"kind": "host"},
                 "id": 7, "queues": 2, "depth": 32, "arena": 8 << 20, "chunk": 64 << 20,
-                "checksum": false, "allow-unsafe": true,
+                "checksum": false, "allow-unsafe": true, "fail-after": null,
                 "lab": {
                     "no-memory-lock": true, "fault": true, "no-safe-stop": true, "copy-limit": 9,
+                    "no-recovery": false, "crash": null,
                     "log-file": "/tmp/log",
                 },
             })
