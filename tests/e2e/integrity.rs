@@ -183,8 +183,8 @@ fn across_kills(kernel: &Kernel) -> Result<()> {
          dd if=/tmp/data of={path} bs=1M seek=16 oflag=direct 2>/dev/null"
     ))?;
     let fio = guest.spawn_sh(&format!(
-        "fio --filename={path} --direct=1 --ioengine=io_uring --iodepth=8 --size=1M --thread --norandommap \
-         --time_based --runtime=600 --group_reporting --output-format=terse --randrepeat=0 --refill_buffers \
+        "exec fio --filename={path} --direct=1 --ioengine=io_uring --iodepth=8 --size=1M --thread \
+         --norandommap --time_based --runtime=600 --group_reporting --output-format=terse --randrepeat=0 --refill_buffers \
          --name=w --rw=randwrite --bsrange=4k-64k --name=r --rw=randread --bsrange=4k-64k --numjobs=2 \
          > /tmp/fio.out 2>&1"
     ))?;
