@@ -12,6 +12,7 @@ use ublk_vram::control::{Call, Client, RunDir};
 use ublk_vram::device::{DeviceInfo, DeviceName, DeviceState, StaticInfo};
 use ublk_vram::safety::Root;
 use ublk_vram::safety::{SwapEntry, read_swaps};
+use ublk_vram::supervisor::disk_is_there;
 use ublk_vram::{Error, ErrorKind, Result};
 
 /// How long a server may take to tell about itself: it answers from memory.
@@ -197,12 +198,6 @@ impl Devices {
                 && (!swap.is_ghost() || device.is_dead())
         })
     }
-}
-
-/// Whether the kernel has the disk that a note tells of.
-pub fn disk_is_there(fixed: &StaticInfo) -> bool {
-    let number = Root::default().read_text(format!("/sys/block/{}/dev", kernel_name(fixed)));
-    number.is_ok_and(|number| number == format!("{}:{}", fixed.major, fixed.minor))
 }
 
 /// `ublkb0`

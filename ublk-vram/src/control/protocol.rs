@@ -4,6 +4,7 @@ use std::fs::{File, Metadata};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use nix::fcntl::{Flock, FlockArg};
 use serde::{Deserialize, Serialize};
 
 use crate::device::{DeviceInfo, DeviceName};
@@ -176,6 +177,15 @@ impl RunDir {
     /// The file whose lock (flock) a server holds for its whole life: the name is taken.
     pub fn lock(&self, name: &DeviceName) -> PathBuf {
         self.0.join(format!("{name}.lock"))
+    }
+
+    /// Whether a process of a server holds the name, as far as it can be seen. The look itself takes
+    /// the lock for a moment, shared.
+    pub fn is_locked(&self, name: &DeviceName) -> bool {
+        let Ok(file) = File::open(self.lock(name)) else {
+            return false;
+        };
+        Flock::lock(file, FlockArg::LockSharedNonblock).is_err()
     }
 
     /// Whether `path` still names the open file. A server that ends removes its lock's file while it

@@ -197,9 +197,11 @@ pub fn memory_info(processes: &[i32], arena: u64) -> Result<MemoryInfo> {
     }
     let sum = |of: fn(&ProcessStatus) -> u64| known.iter().map(of).sum::<u64>();
     let most = |of: fn(&ProcessStatus) -> u64| known.iter().map(of).max().unwrap_or(0);
-    let file = |status: &ProcessStatus| if status.locked > 0 { status.file } else { 0 };
+    // The same pages of one program in all of them; a supervisor has them mapped twice (pin_programs).
+    let locked = known.iter().filter(|status| status.locked > 0);
+    let file = locked.map(|status| status.file).min().unwrap_or(0);
     Ok(MemoryInfo {
-        cost: sum(|s| s.anonymous + s.page_tables) + most(|s| s.shared) + most(file),
+        cost: sum(|s| s.anonymous + s.page_tables) + most(|s| s.shared) + file,
         locked: most(|s| s.locked),
         resident: most(|s| s.resident),
         swapped: sum(|s| s.swapped),

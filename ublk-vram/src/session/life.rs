@@ -27,6 +27,8 @@ pub struct LifeRecord {
     pub worker: AtomicU64,
     /// Process id of the supervisor.
     pub supervisor: AtomicU64,
+    /// 1 from START_USER_RECOVERY until every tag is fetched: see `supervisor::takeover`.
+    pub in_gap: AtomicU64,
     /// Process id of the standby, while there is one that is ready.
     pub standby: AtomicU64,
     /// 1 once a worker found the memory lost: no other one may serve it.

@@ -15,7 +15,7 @@ const MAX_DEFAULT_QUEUES: usize = 4;
 /// The smallest share of a device that its I/O buffers may take by default.
 const ARENA_SHARE: u64 = 16;
 /// What a server costs beside its I/O buffers (measured, docs/performance.md "Memory").
-pub const BASE_COST_BYTES: u64 = 12 << 20;
+pub const BASE_COST_BYTES: u64 = 16 << 20;
 /// More than this part of the device in locked memory is refused unless told otherwise.
 const COST_SHARE: u64 = 4;
 

@@ -17,6 +17,8 @@ use super::{HEADER_BYTES, Header, HeaderError};
 
 /// Bytes a thread takes at once.
 const STRIDE: u64 = 8 << 20;
+/// Bytes of a thread's stack: the C library keeps it for a later thread, and then it is locked.
+const STACK_BYTES: usize = 128 << 10;
 /// More threads than this do not make a PCI link faster.
 const MAX_THREADS: usize = 8;
 
@@ -137,7 +139,9 @@ fn for_each_stride(
         };
         for _ in 1..threads.min(strides.len()) {
             // A thread that cannot be made is one less: this one works too.
-            let _ = std::thread::Builder::new().spawn_scoped(scope, work_on);
+            let _ = std::thread::Builder::new()
+                .stack_size(STACK_BYTES)
+                .spawn_scoped(scope, work_on);
         }
         work_on();
     });

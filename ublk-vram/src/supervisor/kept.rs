@@ -14,6 +14,9 @@ use crate::store::shared::SharedMapping;
 /// The heap that a takeover and a supervisor's messages use.
 const HEAP_RESERVE: usize = 512 << 10;
 
+/// Regions that every device has, and that this process maps for its own use.
+const OWN_REGIONS: [&str; 4] = ["io", "life", "state", "tags"];
+
 /// Everything that must outlive a worker, mapped where it is memory of ours: the caller locks it.
 pub(super) struct Kept {
     pub(super) identity: Identity,
@@ -81,8 +84,10 @@ impl Kept {
         let view = View::new(&self.regions, &self.identity, arena as u64, storage)?;
         // What a worker made, beside the regions that every device has.
         for (what, fd) in self.regions.copies()? {
-            self.mapped
-                .push(SharedMapping::new(fd.as_fd(), what.bytes)?);
+            if !OWN_REGIONS.contains(&what.name.as_str()) {
+                self.mapped
+                    .push(SharedMapping::new(fd.as_fd(), what.bytes)?);
+            }
         }
         let spec = &self.identity.spec;
         if !spec.lab.no_memory_lock {

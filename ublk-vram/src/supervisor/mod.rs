@@ -21,10 +21,13 @@
 //! Threads: this one (a loop over descriptors that never waits for anything else), one for the control
 //! socket, one for chores that may take long.
 
+mod calls;
 mod chores;
 mod desk;
 mod kept;
+mod leave;
 mod machine;
+mod orphans;
 mod plan;
 mod start;
 mod takeover;
@@ -34,6 +37,7 @@ use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+pub use orphans::disk_is_there;
 pub use plan::{SUBCOMMAND as PLAN_SUBCOMMAND, main as plan_main};
 pub use start::{StartLine, StartPipe};
 
@@ -74,7 +78,13 @@ pub fn run(spec: DeviceSpec, mut start: StartPipe, warnings: Vec<String>) -> Res
 
 fn prepare(spec: DeviceSpec) -> Result<Machine> {
     let run_dir = RunDir::system();
-    let name = NameLock::take(&run_dir, &spec.name)?;
+    let mut name = NameLock::take(&run_dir, &spec.name)?;
+    // What an orphan left stays, the file of its name's lock included.
+    orphans::refuse_if_orphaned(&run_dir, &spec).inspect_err(|_| {
+        if run_dir.note(&spec.name).exists() {
+            name.disown();
+        }
+    })?;
     let (layout, shape) = plan::of(&spec)?;
     let memory = if MemoryHandles::needs_gpu_library(&spec.backend) {
         None
@@ -129,7 +139,7 @@ fn start_control(
     let (serving, is_serving) = channel();
     std::thread::Builder::new()
         .name("control".to_owned())
-        .stack_size(512 << 10)
+        .stack_size(256 << 10)
         .spawn(move || {
             let ready = || {
                 // Whoever waited may have given up.

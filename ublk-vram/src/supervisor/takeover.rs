@@ -1,12 +1,20 @@
 //! The worker died: another one takes over, or, when that does not work, the device failed.
+//!
+//! One moment is beyond help on older kernels. The driver forgets a queue's server at
+//! START_USER_RECOVERY and learns the next one when all of the queue's tags are fetched; up to Linux 6.14
+//! a second START_USER_RECOVERY in between dereferences the one it does not have
+//! (drivers/block/ublk_drv.c, ublk_queue_reinit), and the machine is gone. Fixed drivers are told by
+//! PER_IO_DAEMON, which came a release later. On the others, a worker that dies in that gap of some
+//! milliseconds fails the device at once.
 
 use std::os::fd::AsFd;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use super::calls::reply;
 use super::chores::{Chore, Purpose};
 use super::desk::ReplySlot;
-use super::machine::{End, Machine, has_ended, is_readable, reply};
+use super::machine::{End, Machine, has_ended, is_readable};
 use super::start::StartLine;
 use crate::device::DeviceState;
 use crate::error::{Error, ErrorKind, Result};
@@ -174,11 +182,33 @@ impl Machine {
             tracing::warn!("{why}");
             self.takeover.deaths += 1;
         }
-        if self.takeover.deaths >= MOST_DEATHS {
-            self.fail(&why);
-            return;
+        if self.is_stuck_in_gap() {
+            let why = format!(
+                "{why} in the middle of a takeover, and the ublk driver of this kernel would crash the \
+                 machine at another attempt (Linux 6.15 and later do not): the memory is kept and \
+                 requests wait; `vramctl remove {} --force` ends it with EIO",
+                self.kept.identity.spec.name
+            );
+            self.fail(why);
+        } else if self.takeover.deaths >= MOST_DEATHS {
+            let name = &self.kept.identity.spec.name;
+            let why = format!(
+                "{MOST_DEATHS} workers died without one completed request; the last: {why}. The memory is \
+                 kept and requests wait: `vramctl recover {name}` tries again, `vramctl remove {name} \
+                 --force` ends it with EIO"
+            );
+            self.fail(why);
+        } else {
+            self.begin_takeover(why, false);
         }
-        self.begin_takeover(why, false);
+    }
+
+    /// Whether the last worker died where this kernel's driver cannot take another one.
+    fn is_stuck_in_gap(&self) -> bool {
+        let can_begin_twice = self
+            .fixed()
+            .is_some_and(|fixed| fixed.features.iter().any(|name| name == "PER_IO_DAEMON"));
+        !can_begin_twice && self.life().in_gap.load(Ordering::SeqCst) != 0
     }
 
     /// Lets somebody take over, now or when there is one that is ready.
@@ -242,16 +272,11 @@ impl Machine {
         }
     }
 
-    fn fail(&mut self, why: &str) {
+    fn fail(&mut self, reason: String) {
         self.takeover.is_wanted = false;
         self.takeover.is_told = false;
         self.takeover.deadline = None;
         let name = self.kept.identity.spec.name.clone();
-        let reason = format!(
-            "{MOST_DEATHS} workers died without one completed request; the last: {why}. The memory is kept \
-             and requests wait: `vramctl recover {name}` tries again, `vramctl remove {name} --force` \
-             ends it with EIO"
-        );
         tracing::error!("'{name}' failed: {reason}");
         let limit = self.kept.identity.spec.fail_after;
         self.takeover.fail_at = limit.map(|seconds| Instant::now() + Duration::from_secs(seconds));
@@ -298,6 +323,11 @@ impl Machine {
                 self.state()
             );
             reply(slot, Err(Error::new(ErrorKind::Busy, error)));
+            return;
+        }
+        if self.is_stuck_in_gap() {
+            let reason = self.status.current().reason.clone().unwrap_or_default();
+            reply(slot, Err(Error::new(ErrorKind::Unsupported, reason)));
             return;
         }
         self.takeover.fail_at = None;
@@ -372,6 +402,8 @@ impl Machine {
     /// Ends a disk that no worker serves: whoever waits for it gets EIO.
     pub(super) fn end_disk(&mut self, why: &str) {
         self.takeover.fail_at = None;
+        self.takeover.deadline = None;
+        self.takeover.is_wanted = false;
         if self.takeover.was_wiped {
             let error = format!("the memory could not be wiped: {why}");
             self.end = Some(End::LeftBehind(Error::new(ErrorKind::Io, error)));
@@ -411,7 +443,12 @@ impl Machine {
                 tracing::error!("a takeover took too long: the worker is killed");
                 self.kill_worker();
             } else if self.takeover.is_wanted {
-                self.fail("no process that could take over became ready in time");
+                // A process that is being started may wait for memory: giving up would not help it.
+                let why = "no process that can take over is ready yet; `remove --force` ends the device \
+                           with EIO for what waits";
+                tracing::error!("{why}");
+                self.set_state(DeviceState::Recovering, Some(why.to_owned()));
+                self.takeover.deadline = Some(now + TAKEOVER_LIMIT);
             }
         }
         if is_due(&self.takeover.fail_at) {

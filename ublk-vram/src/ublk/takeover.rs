@@ -13,6 +13,7 @@
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::OpenOptionsExt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use libublk::ctrl::UblkCtrl;
@@ -69,13 +70,15 @@ impl Heir {
         })
     }
 
-    /// Begins the takeover: waits until the dead server is gone and opens the device.
+    /// Begins the takeover: waits until the dead server is gone and opens the device. `in_gap` is 1 while
+    /// the recovery is, or may be, begun.
     ///
     /// # Errors
     /// [`ErrorKind::Busy`] if the server is not gone after 60 s; what else the driver answers.
-    pub fn begin(mut self, size: u64, shape: &Shape) -> Result<Taking> {
+    pub fn begin(mut self, size: u64, shape: &Shape, in_gap: &AtomicU64) -> Result<Taking> {
         let end = Instant::now() + GONE_LIMIT;
         loop {
+            in_gap.store(1, Ordering::SeqCst);
             let started = self.commander.simple(
                 sys::UBLK_U_CMD_START_USER_RECOVERY,
                 self.id,
@@ -83,6 +86,9 @@ impl Heir {
                 "START_USER_RECOVERY",
                 FETCH_LIMIT,
             );
+            if started.is_err() {
+                in_gap.store(0, Ordering::SeqCst);
+            }
             match started {
                 Ok(()) => break,
                 Err(error) if error.kind == ErrorKind::Busy && Instant::now() < end => {

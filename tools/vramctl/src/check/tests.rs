@@ -163,7 +163,7 @@ fn cgroup_and_cost() {
     assert!(
         super::machine::cost()
             .detail
-            .starts_with("a device of 512M or more takes up to 44M")
+            .starts_with("a device of 512M or more takes up to 48M")
     );
 }
 

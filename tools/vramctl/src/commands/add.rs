@@ -395,7 +395,8 @@ mod tests {
     fn arguments_become_the_specification() {
         let args = args(
             "fast --size 1.5G --backend host --id 7 --queues 2 --depth 32 --io-memory 8M --chunk 64M \
-             --checksum=off --allow-unsafe --lab-fault --lab-copy-limit 9 --lab-no-memory-lock --lab-no-safe-stop --lab-log /tmp/log",
+             --checksum=off --allow-unsafe --lab-fault --lab-copy-limit 9 --lab-no-memory-lock --lab-no-safe-stop --lab-log /tmp/log \
+             --lab-no-recovery --lab-crash before-end:3 --fail-after 90",
         );
         let spec = specification(&args, BackendSpec::Host).unwrap();
         assert_eq!(
@@ -403,10 +404,9 @@ mod tests {
             serde_json::json!({
                 "name": "fast", "size": {"bytes": 1_610_612_736u64}, "backend": {"kind": "host"},
                 "id": 7, "queues": 2, "depth": 32, "arena": 8 << 20, "chunk": 64 << 20,
-                "checksum": false, "allow-unsafe": true, "fail-after": null,
+                "checksum": false, "allow-unsafe": true, "fail-after": 90,
                 "lab": {
-                    "no-memory-lock": true, "fault": true, "no-safe-stop": true, "copy-limit": 9,
-                    "no-recovery": false, "crash": null,
+                    "no-memory-lock": true, "fault": true, "copy-limit": 9, "no-recovery": true, "crash": {"at": "before-end", "count": 3}, "no-safe-stop": true,
                     "log-file": "/tmp/log",
                 },
             })

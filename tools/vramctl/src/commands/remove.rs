@@ -14,12 +14,13 @@ use ublk_vram::control::{Call, RunDir};
 use ublk_vram::device::StaticInfo;
 use ublk_vram::safety::{self, Root};
 use ublk_vram::store::Layout;
+use ublk_vram::supervisor::disk_is_there;
 use ublk_vram::{Error, ErrorKind, Result, ublk};
 
 use super::swap::off_if_on;
 use super::{call, dead, limit_for};
 use crate::args::RemoveArgs;
-use crate::devices::{Device, Devices, disk_is_there, kernel_name, take_lock};
+use crate::devices::{Device, Devices, kernel_name, take_lock};
 use crate::output;
 
 /// The driver's time for each command on an orphan.
