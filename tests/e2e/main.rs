@@ -5,11 +5,14 @@
 //! `target/vmrig/logs/`.
 
 mod edges;
+mod endings;
 mod faults;
 mod guest;
+mod integrity;
 mod io;
 mod kmod;
 mod lifecycle;
+mod loss;
 mod recovery;
 mod refusals;
 mod remove;
@@ -43,6 +46,9 @@ fn main() {
         io::CASES,
         edges::CASES,
         faults::CASES,
+        integrity::CASES,
+        loss::CASES,
+        endings::CASES,
         remove::CASES,
         lifecycle::CASES,
         recovery::CASES,

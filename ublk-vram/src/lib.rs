@@ -7,7 +7,7 @@
 //! The rooms, from a request's point of view (docs/architecture.md tells it as one run):
 //! [`ublk`] takes a request from the kernel, [`engine`] cuts it into copies, [`store`] finds the
 //! chunk, [`copy`] (or, later, the GPU's copy engine) of a [`backend`] moves the bytes, and [`ublk`]
-//! gives the answer back. A [`worker`] does the I/O of one device and may die; a [`supervisor`] holds
+//! gives the answer back. [`health`] knows whether the memory is still there. A [`worker`] does the I/O of one device and may die; a [`supervisor`] holds
 //! the [`session`], which outlives it, and lets another one take over; [`control`] lets others ask,
 //! [`safety`] keeps the machine alive.
 #![warn(missing_docs)]
@@ -27,6 +27,7 @@ pub mod copy;
 pub mod device;
 pub mod engine;
 pub mod error;
+pub mod health;
 pub mod kmod;
 pub mod log;
 pub mod safety;

@@ -171,6 +171,15 @@ impl From<CopyPathName> for CopyPath {
     }
 }
 
+/// On or off.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Switch {
+    /// On
+    On,
+    /// Off
+    Off,
+}
+
 /// `vramctl add`
 #[derive(Debug, clap::Args)]
 pub struct AddArgs {
@@ -197,6 +206,10 @@ pub struct AddArgs {
     /// Size of one piece of memory [default: 1G, or 64M below 4G]
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes, allow_hyphen_values = true)]
     pub chunk: Option<u64>,
+    /// Check every read against a checksum of each 4 KiB block [default: on for GPU memory]
+    #[arg(long, value_enum, value_name = "on|off", num_args = 0..=1, require_equals = true,
+          default_missing_value = "on", hide_possible_values = true)]
+    pub checksum: Option<Switch>,
     /// Make it swap and use it, before all swap of lower priority
     #[arg(long, value_name = "PRIORITY", num_args = 0..=1, require_equals = true,
           default_missing_value = "50", value_parser = clap::value_parser!(u16).range(0..=32767))]
@@ -226,6 +239,9 @@ pub struct AddArgs {
     /// Stop the disk as on kernels without SAFE_STOP_DEV
     #[arg(long, hide = true)]
     pub lab_no_safe_stop: bool,
+    /// Seconds after which a copy that does not complete is the loss of the device
+    #[arg(long, hide = true, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
+    pub lab_copy_limit: Option<u64>,
     /// Let the disk die with its worker
     #[arg(long, hide = true)]
     pub lab_no_recovery: bool,

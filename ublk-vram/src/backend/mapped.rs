@@ -7,8 +7,9 @@
 
 use std::collections::VecDeque;
 
-use super::{BackendQueue, ChunkMemory, Completion, Copy, Direction};
+use super::{BackendQueue, ChunkMemory, Completion, Copy, Direction, GONE};
 use crate::copy::CopyRoutines;
+use crate::safety::bus_error;
 
 /// A queue that copies with the CPU.
 pub struct MappedQueue {
@@ -34,20 +35,18 @@ impl MappedQueue {
         let Some(device) = chunk.at(copy.offset, len) else {
             return Err(libc::EIO);
         };
-        match copy.direction {
-            // SAFETY: `device` is mapped for `len` bytes (`at`), `memory` by the caller's promise.
-            Direction::Read => unsafe { self.routines.load(copy.memory, device, len) },
-            Direction::Write => {
-                // SAFETY: as above.
-                unsafe { self.routines.store(device, copy.memory, len) };
-                self.unfenced = true;
+        let (routines, memory, direction) = (self.routines, copy.memory, copy.direction);
+        self.unfenced |= direction != Direction::Read;
+        // SAFETY: `device` is mapped for `len` bytes (`at`), `memory` by the caller's promise; zeroes have
+        // no memory end. That a mapping can be taken away all the same is what the guard is for.
+        bus_error::guarded(|| unsafe {
+            match direction {
+                Direction::Read => routines.load(memory, device, len),
+                Direction::Write => routines.store(device, memory, len),
+                Direction::Zero => routines.fill_zero(device, len),
             }
-            Direction::Zero => {
-                // SAFETY: as above; there is no memory end.
-                unsafe { self.routines.fill_zero(device, len) };
-                self.unfenced = true;
-            }
-        }
+        })
+        .map_err(|_| GONE)?;
         Ok(copy.len)
     }
 }

@@ -24,6 +24,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::device::{BackendSpec, DeviceSpec, PathCounters, PathsInfo};
 use crate::error::{Error, ErrorKind, Result};
+use crate::health::Presence;
 use crate::store::Layout;
 
 pub mod access;
@@ -36,6 +37,10 @@ pub mod host;
 pub mod mapped;
 pub mod pci;
 pub mod vulkan;
+
+/// The errno of a copy that failed because the memory itself is gone (its mapping was taken away, the
+/// driver lost the device): the device is lost with it. The request ends with EIO.
+pub const GONE: i32 = libc::ENODEV;
 
 /// The number of a queue, and of the thread that serves it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -88,7 +93,8 @@ pub struct Copy {
 pub struct Completion {
     /// The copy's id.
     pub id: u32,
-    /// Bytes moved, or a positive errno. Fewer bytes than asked for is an error to the caller.
+    /// Bytes moved, or a positive errno ([`GONE`] says the most). Fewer bytes than asked for is an error
+    /// to the caller.
     pub result: std::result::Result<u32, i32>,
 }
 
@@ -463,6 +469,32 @@ impl MemoryHandles {
             MemoryHandles::Pci(memory) => Ok(Box::new(memory.open(layout)?)),
             MemoryHandles::Cuda(memory) => Ok(Box::new(memory.open(layout)?)),
             MemoryHandles::Vulkan(memory) => Ok(Box::new(memory.open(layout)?)),
+        }
+    }
+
+    /// Where the memory is on the PCI bus, to see whether it is still there; `None` if it is on none.
+    ///
+    /// # Errors
+    /// That it is not there now.
+    pub fn presence(&self) -> Result<Option<Presence>> {
+        let address = match self {
+            MemoryHandles::Host(_) => None,
+            MemoryHandles::Pci(memory) => Some(memory.address()),
+            MemoryHandles::Cuda(_) => None,
+            MemoryHandles::Vulkan(memory) => memory.gpu().address,
+        };
+        address.map(Presence::of).transpose()
+    }
+
+    /// Whether a device has checksums if nobody says: where the memory may flip bits. Neither sysfs nor
+    /// Vulkan tells whether a GPU's memory has ECC, so memory of a GPU counts as memory without. System
+    /// memory does not: its checksums would lie in the same memory.
+    pub fn wants_checksums(spec: &BackendSpec) -> bool {
+        match spec {
+            BackendSpec::Host => false,
+            BackendSpec::Pci { .. } => true,
+            BackendSpec::Cuda { .. } => true,
+            BackendSpec::Vulkan(spec) => !spec.allow_cpu_device,
         }
     }
 

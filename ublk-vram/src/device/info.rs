@@ -75,6 +75,9 @@ pub struct DeviceInfo {
     pub server: ServerInfo,
     /// The server's memory.
     pub memory: MemoryInfo,
+    /// What is known of the checksums; absent if the device has none.
+    #[serde(default)]
+    pub checksum: Option<ChecksumInfo>,
     /// Counters of each queue.
     pub queue: Vec<QueueInfo>,
     /// The copy paths with what they have carried, where there is more than one.
@@ -174,6 +177,18 @@ pub struct PathChoice {
     pub expected: f64,
 }
 
+/// The checksums of a device.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ChecksumInfo {
+    /// Bytes of locked system memory that they take.
+    pub bytes: u64,
+    /// Blocks (4 KiB) that a worker left half written when it died, and that nobody has rewritten: they
+    /// are read unchecked.
+    pub left_writing: u64,
+    /// The table did not outlive its worker, and is being made again from what is in the memory.
+    pub unverified: bool,
+}
+
 /// The processes of a server. A process that is not there has the id 0.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ServerInfo {
@@ -243,6 +258,19 @@ pub struct QueueInfo {
     /// Which paths its copies took; shown with the paths' costs.
     #[serde(skip)]
     pub paths: PathCounters,
+    /// Blocks (4 KiB) that read as something else than was written: their reads ended with EIO.
+    #[serde(default)]
+    pub bad_blocks: u64,
+    /// Blocks that were read again because their checksum did not fit.
+    #[serde(default)]
+    pub reread_blocks: u64,
+    /// Blocks handed out without a check although the device has checksums: being written at that
+    /// moment, or not known since two writes met or a server died.
+    #[serde(default)]
+    pub unchecked_blocks: u64,
+    /// Reads of a chunk's header that a suspicious read was held back for.
+    #[serde(default)]
+    pub canary_reads: u64,
     /// Requests that a worker had in hand when it died and that came again to the next one.
     #[serde(default)]
     pub reissued: u64,

@@ -7,8 +7,8 @@ mod spec;
 mod state;
 
 pub use info::{
-    DeviceInfo, MemoryInfo, PathChoice, PathCost, PathCounters, PathsInfo, QueueInfo, ServerInfo,
-    StaticInfo,
+    ChecksumInfo, DeviceInfo, MemoryInfo, PathChoice, PathCost, PathCounters, PathsInfo, QueueInfo,
+    ServerInfo, StaticInfo,
 };
 pub use name::DeviceName;
 pub use spec::{BackendSpec, CopyPath, CrashPoint, DeviceSpec, LabCrash, LabSpec, VulkanSpec};

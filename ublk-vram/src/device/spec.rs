@@ -33,6 +33,10 @@ pub struct DeviceSpec {
     /// Bytes of one chunk, a power of two; absent: 1 GiB, or 64 MiB below 4 GiB of device.
     #[serde(default)]
     pub chunk: Option<u64>,
+    /// Keep a checksum of each 4 KiB block, and check every read against it; absent: where the memory is
+    /// a GPU's.
+    #[serde(default)]
+    pub checksum: Option<bool>,
     /// Start although a protection that swap needs is missing, or the device costs more than a
     /// quarter of its size in locked memory.
     #[serde(default)]
@@ -126,12 +130,20 @@ pub struct LabSpec {
     pub fault: bool,
     /// Pretend that the driver has no SAFE_STOP_DEV, to test the way older kernels are stopped.
     pub no_safe_stop: bool,
+    /// Seconds after which a copy that does not complete is the loss of the device, in place of
+    /// [`LabSpec::COPY_LIMIT`].
+    pub copy_limit: Option<u64>,
     /// Make a device that dies with its worker, as every device did before there was recovery.
     pub no_recovery: bool,
     /// Kill workers that take over.
     pub crash: Option<LabCrash>,
     /// Where the server's own log goes as well, for a run without a journal.
     pub log_file: Option<PathBuf>,
+}
+
+impl LabSpec {
+    /// 60 s: a GPU's driver resets one that hangs after 2 to 10 s, and then fails the copy itself.
+    pub const COPY_LIMIT: u64 = 60;
 }
 
 /// Where a worker that takes over is killed, and how many of them.

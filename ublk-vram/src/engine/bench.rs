@@ -14,7 +14,7 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::time::{ClockId, clock_gettime};
 use serde::Serialize;
 
-use super::{Engine, Finished, Op, Request, StatsTable};
+use super::{Engine, Finished, Integrity, Op, Request, StatsTable};
 use crate::backend::{Backend, Mapping, QueueId};
 use crate::device::{PathCounters, QueueInfo};
 use crate::error::{Error, ErrorKind, Result};
@@ -170,13 +170,13 @@ impl<'a> Bench<'a> {
         }
         let table = Arc::new(ChunkTable::new(self.backend.chunks(), load.threads));
         let stats = Arc::new(stats(load.threads)?);
+        let integrity = Integrity::none(load.threads, load.depth)?;
         let mut threads = Vec::new();
         for number in 0..load.threads {
             let memory = Mapping::anonymous(usize::from(load.depth) * load.size as usize)?;
             let copies = Engine::copies(load.depth);
-            let queue =
-                self.backend
-                    .open_queue(QueueId(number), copies, std::slice::from_ref(&memory))?;
+            let regions = [memory.clone(), integrity.lines.clone()];
+            let queue = self.backend.open_queue(QueueId(number), copies, &regions)?;
             let engine = Engine::new(
                 QueueId(number),
                 load.depth,
@@ -184,6 +184,7 @@ impl<'a> Bench<'a> {
                 Arc::clone(&table),
                 queue,
                 Arc::clone(&stats),
+                integrity.clone(),
             );
             let first = load.start / PAGE + u64::from(number) * blocks * load.pages();
             threads.push(Thread::new(self, load, engine, memory, first, blocks)?);

@@ -6,24 +6,31 @@
 //! never with fewer bytes. Zeroing goes slice by slice, one slice a call of `advance`, so that a
 //! small read that arrives meanwhile waits for one slice and not for the whole discard.
 //!
+//! A read ends only when its bytes are believed (`integrity`): they fit their checksums, or the chunk's
+//! canary was read after them by the same path. When the device's memory is lost every request ends
+//! with `-EIO`, those in flight too, whether their copies ever come back or not.
+//!
 //! Nothing here allocates, blocks, logs or takes a lock after [`Engine::new`]. `ublk` drives it with
 //! the kernel's requests; a bench can drive it with its own.
 
 pub mod bench;
+mod integrity;
 mod stats;
 mod tag;
 #[cfg(test)]
 mod tests;
 
 use std::collections::VecDeque;
+use std::mem::ManuallyDrop;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 
+pub use integrity::Integrity;
 pub use stats::{QueueStats, StatsTable};
 pub use tag::{Op, Request};
-use tag::{Slot, Tag};
+use tag::{Slot, Step, Tag};
 
-use crate::backend::{BackendQueue, Completion, Copy, Direction, QueueId};
+use crate::backend::{BackendQueue, Completion, Direction, QueueId};
 use crate::store::{ChunkTable, Layout};
 
 /// Bytes zeroed at once: 14 us at the 18 GB/s a CPU writes to a PCIe 5 BAR, a few times a 4 KiB read.
@@ -48,8 +55,13 @@ pub struct Engine {
     queue: QueueId,
     layout: Layout,
     table: Arc<ChunkTable>,
-    backend: Box<dyn BackendQueue>,
+    /// Not dropped while copies are in flight that may still write to a buffer.
+    backend: ManuallyDrop<Box<dyn BackendQueue>>,
     stats: Arc<StatsTable>,
+    integrity: Integrity,
+    /// One for each copy that can be in flight.
+    /// The memory was lost, and everything in flight was ended.
+    is_abandoned: bool,
     tags: Box<[Tag]>,
     /// Tags whose next slice of zeroes is due, first in first out.
     zeroing: VecDeque<u16>,
@@ -73,13 +85,16 @@ impl Engine {
         table: Arc<ChunkTable>,
         backend: Box<dyn BackendQueue>,
         stats: Arc<StatsTable>,
+        integrity: Integrity,
     ) -> Engine {
         Engine {
             queue,
             layout,
             table,
-            backend,
+            backend: ManuallyDrop::new(backend),
             stats,
+            integrity,
+            is_abandoned: false,
             tags: (0..depth).map(|_| Tag::default()).collect(),
             zeroing: VecDeque::with_capacity(usize::from(depth)),
             ended: VecDeque::with_capacity(usize::from(depth)),
@@ -104,6 +119,9 @@ impl Engine {
             .checked_sub(request.offset)
             .is_none_or(|room| request.len > room)
         {
+            tag.fail(libc::EIO);
+        }
+        if self.integrity.health.is_lost() {
             tag.fail(libc::EIO);
         }
         match request.op {
@@ -162,22 +180,22 @@ impl Engine {
             tag.fail(libc::EIO);
             return false;
         };
-        let copy = Copy {
-            id: u32::from(index) * SLOTS as u32 + slot as u32,
+        let slot_state = Slot {
             direction,
             chunk: piece.chunk,
             offset: piece.offset,
+            device_offset: tag.next_offset(),
             len: piece.len,
             memory: tag.next_memory(),
-            device_offset: tag.next_offset(),
+            step: Step::Move,
+            is_suspicious: false,
         };
-        tag.start(
-            slot,
-            Slot {
-                chunk: piece.chunk,
-                len: piece.len,
-            },
-        );
+        let copy = slot_state.copy(id_of(index, slot), 0, piece.len);
+        tag.start(slot, slot_state);
+        if direction != Direction::Read {
+            self.integrity.begin_write(&slot_state);
+        }
+        self.integrity.health.started(self.queue, index);
         // SAFETY: `memory` is the request's memory advanced by what earlier copies of the tag cover,
         // so `len` bytes from there are inside it (or it is null for zeroes); it stays untouched
         // until the tag is handed out, which waits for this copy. `chunk` was looked up by index.
@@ -194,7 +212,7 @@ impl Engine {
             self.ended.push_back(index);
         }
         let in_flight = self.backend.in_flight() as u64;
-        if in_flight > 0 {
+        if in_flight > 0 && !self.is_abandoned {
             let mut completions = std::mem::take(&mut self.completions);
             completions.clear();
             self.backend.poll(&mut completions);
@@ -202,6 +220,9 @@ impl Engine {
                 self.complete(completion);
             }
             self.completions = completions;
+        }
+        if self.integrity.health.is_lost() && !self.is_abandoned {
+            self.abandon();
         }
         let left = self.backend.in_flight();
         self.stats.of(self.queue).copies(in_flight, left as u64);
@@ -219,7 +240,12 @@ impl Engine {
             let Some(tag) = self.tags.get_mut(usize::from(index)) else {
                 continue;
             };
+            if self.is_abandoned {
+                // It may have been read before the loss, or after: nobody can tell.
+                tag.fail(libc::EIO);
+            }
             let (request, result) = tag.end();
+            self.integrity.health.ended(self.queue, index);
             self.stats.of(self.queue).request(&request, result);
             finished.push(Finished { tag: index, result });
         }
@@ -227,22 +253,27 @@ impl Engine {
 
     fn complete(&mut self, completion: &Completion) {
         let (index, slot) = (completion.id / SLOTS as u32, completion.id as usize % SLOTS);
-        let Some(tag) = self.tags.get_mut(index as usize) else {
+        let index = index as u16;
+        let Some(piece) = self
+            .tags
+            .get_mut(usize::from(index))
+            .and_then(|tag| tag.finish(slot))
+        else {
             return;
         };
-        let Some(Slot { chunk, len }) = tag.finish(slot) else {
-            return;
-        };
-        self.table.leave(self.queue, chunk);
-        match completion.result {
-            Ok(moved) if moved == len => {}
-            Ok(_short) => tag.fail(libc::EIO),
-            Err(errno) => tag.fail(errno),
+        if let Some(more) = self.judge(index, slot, piece, completion.result) {
+            if self.proceed(index, slot, more) {
+                return;
+            }
+            self.fail(index, libc::EIO);
         }
+        self.table.leave(self.queue, piece.chunk);
+        let Some(tag) = self.tags.get_mut(usize::from(index)) else {
+            return;
+        };
         if tag.pending() > 0 {
             return;
         }
-        let index = index as u16;
         if tag.is_zeroing() && !tag.failed() && tag.left() > 0 {
             self.zeroing.push_back(index);
         } else {
@@ -250,16 +281,54 @@ impl Engine {
         }
     }
 
+    /// The memory is lost: ends every request, whatever its copies do.
+    fn abandon(&mut self) {
+        self.is_abandoned = true;
+        self.zeroing.clear();
+        for (tag, index) in self.tags.iter_mut().zip(0..) {
+            // One that waits for its next slice of zeroes has no copy in flight.
+            if tag.abandon() || (tag.is_zeroing() && !self.ended.contains(&index)) {
+                tag.fail(libc::EIO);
+                self.ended.push_back(index);
+            }
+        }
+    }
+
+    /// Whether copies were left behind that may still write to the memory of requests: it must stay what
+    /// and where it is for as long as the process lives.
+    pub fn has_abandoned_copies(&self) -> bool {
+        self.is_abandoned && self.backend.in_flight() > 0
+    }
+
     /// Whether `advance` has something to do without any outside event.
     pub fn has_work(&self) -> bool {
         !self.zeroing.is_empty()
             || !self.ended.is_empty()
-            || self.backend.should_poll()
-            || (self.backend.in_flight() > 0 && self.backend.completion_fd().is_none())
+            || (!self.is_abandoned
+                && (self.backend.should_poll()
+                    || (self.backend.in_flight() > 0 && self.backend.completion_fd().is_none())))
+    }
+
+    /// What becomes readable, once and for good, when the device's memory is lost.
+    pub fn loss_fd(&self) -> Option<RawFd> {
+        self.integrity.health.wake_fd(self.queue)
     }
 
     /// What becomes readable when a copy completes on its own.
     pub fn completion_fd(&self) -> Option<RawFd> {
         self.backend.completion_fd()
     }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        if self.backend.in_flight() == 0 {
+            // SAFETY: dropped here and nowhere else, and not used after.
+            unsafe { ManuallyDrop::drop(&mut self.backend) };
+        }
+    }
+}
+
+fn id_of(index: u16, slot: usize) -> u32 {
+    u32::from(index) * SLOTS as u32 + slot as u32
 }

@@ -33,6 +33,10 @@ pub struct QueueStats {
     path_bytes: [[AtomicU64; 3]; 2],
     path_slowdown: [[AtomicU64; 3]; 2],
     gather_is_late: AtomicU64,
+    bad_blocks: AtomicU64,
+    reread_blocks: AtomicU64,
+    unchecked_blocks: AtomicU64,
+    canary_reads: AtomicU64,
     reissued: AtomicU64,
 }
 
@@ -80,6 +84,28 @@ impl QueueStats {
     pub(super) fn copies(&self, most: u64, now: u64) {
         self.in_flight.store(now, Ordering::Relaxed);
         raise(&self.most_in_flight, most);
+    }
+
+    /// Notes a block that is not what was written to it.
+    pub(super) fn bad_block(&self) {
+        add(&self.bad_blocks, 1);
+    }
+
+    /// Notes a block that was read again because its checksum did not fit.
+    pub(super) fn reread_block(&self) {
+        add(&self.reread_blocks, 1);
+    }
+
+    /// Notes blocks that were handed out although they have no checksum.
+    pub(super) fn unchecked_blocks(&self, count: u64) {
+        if count > 0 {
+            add(&self.unchecked_blocks, count);
+        }
+    }
+
+    /// Notes a read of a canary.
+    pub(super) fn canary_read(&self) {
+        add(&self.canary_reads, 1);
     }
 
     /// Notes the end of a request.
@@ -151,6 +177,10 @@ impl QueueStats {
             most_in_flight: load(&self.most_in_flight),
             swap_writes: load(&self.swap_writes),
             paths: self.read_paths(),
+            bad_blocks: load(&self.bad_blocks),
+            reread_blocks: load(&self.reread_blocks),
+            unchecked_blocks: load(&self.unchecked_blocks),
+            canary_reads: load(&self.canary_reads),
             reissued: load(&self.reissued),
         }
     }

@@ -1,5 +1,8 @@
 //! One block request in flight: plain state, completed exactly once.
 
+use crate::backend::{Copy, Direction};
+use crate::store::checksum::Doubt;
+
 /// Copies of one tag at the same time.
 pub(super) const SLOTS: usize = 2;
 
@@ -36,11 +39,56 @@ pub struct Request {
     pub memory: *mut u8,
 }
 
-/// The piece a copy moves.
+/// The piece a copy moves, and how far it is.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Slot {
+    pub direction: Direction,
     pub chunk: u32,
+    /// First byte in the chunk.
+    pub offset: u64,
+    /// First byte in the device.
+    pub device_offset: u64,
     pub len: u32,
+    /// The memory end of the whole piece; null for zeroes.
+    pub memory: *mut u8,
+    pub step: Step,
+    /// Some of what was read looks like a bus that is gone, and has no checksum to say otherwise.
+    pub is_suspicious: bool,
+}
+
+/// What the copy in flight is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Step {
+    /// It moves the piece.
+    Move,
+    /// It reads a block again whose checksum did not fit.
+    Again {
+        /// The block, in the device.
+        block: u64,
+        doubt: Doubt,
+        tries: u8,
+    },
+    /// It reads the chunk's canary.
+    Canary { tries: u8 },
+}
+
+impl Slot {
+    /// The copy of `len` bytes of the piece, from `skip` bytes into it.
+    pub fn copy(&self, id: u32, skip: u32, len: u32) -> Copy {
+        Copy {
+            id,
+            direction: self.direction,
+            chunk: self.chunk,
+            offset: self.offset + u64::from(skip),
+            len,
+            memory: if self.memory.is_null() {
+                self.memory
+            } else {
+                self.memory.wrapping_add(skip as usize)
+            },
+            device_offset: self.device_offset + u64::from(skip),
+        }
+    }
 }
 
 /// A tag, idle when `request` is `None`.
@@ -118,6 +166,20 @@ impl Tag {
 
     pub fn finish(&mut self, slot: usize) -> Option<Slot> {
         self.slots.get_mut(slot)?.take()
+    }
+
+    /// The same piece goes on, with another copy.
+    pub fn resume(&mut self, slot: usize, piece: Slot) {
+        if let Some(slot) = self.slots.get_mut(slot) {
+            *slot = Some(piece);
+        }
+    }
+
+    /// Forgets every copy in flight: they may complete, and nobody listens. Whether there was one.
+    pub fn abandon(&mut self) -> bool {
+        let had_any = self.pending() > 0;
+        self.slots = [None; SLOTS];
+        had_any
     }
 
     /// Copies in flight.

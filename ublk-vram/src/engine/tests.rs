@@ -1,16 +1,21 @@
 //! The engine over the host backend and the fault layer: every request ends once, whole or not at all.
 
+mod integrity;
+
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 
 use super::*;
+use crate::backend::access::Access;
 use crate::backend::fault::{FaultBackend, FaultControl};
 use crate::backend::host::HostMemory;
-use crate::backend::{Backend, Mapping, MemoryHandles};
+use crate::backend::{Backend, ChunkMemory, Mapping, MemoryHandles};
 use crate::control::{FaultAction, FaultRule};
+use crate::copy::CopyRoutines;
 use crate::store::shared::SharedMapping;
+use crate::store::{ChecksumTable, HEADER_BYTES, Header, write_headers};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use std::os::fd::AsFd;
 
@@ -18,13 +23,43 @@ const DEPTH: u16 = 32;
 
 struct Bench {
     engine: Engine,
+    integrity: Integrity,
+    chunks: Vec<ChunkMemory>,
     stats: Arc<StatsTable>,
     fault: Arc<FaultControl>,
     layout: Layout,
     finished: Vec<Finished>,
 }
 
+/// The headers, and what is checked against them and against checksums.
+fn integrity(backend: &dyn Backend, layout: &Layout) -> Integrity {
+    let bytes = ChecksumTable::bytes(layout.device_bytes());
+    let memfd = memfd_create(c"checksums", MFdFlags::empty()).unwrap();
+    nix::unistd::ftruncate(&memfd, bytes as i64).unwrap();
+    let mapping = SharedMapping::new(memfd.as_fd(), bytes as usize).unwrap();
+    let table = ChecksumTable::new(mapping, layout.device_bytes()).unwrap();
+    table.set_all_zero();
+    let header = |index| Header {
+        uuid: [3; 16],
+        name: "t".parse().unwrap(),
+        index,
+        count: layout.chunks(),
+        chunk_bytes: layout.chunk_bytes(index),
+        device_bytes: layout.device_bytes(),
+        chunk_size: layout.chunk_size(),
+        generation: 1,
+        clean: false,
+    };
+    let mut access = Access::open(backend, 0, HEADER_BYTES as usize).unwrap();
+    write_headers(&mut access, header).unwrap();
+    Integrity::new(2, DEPTH, Some(Arc::new(table)), header(0).canary()).unwrap()
+}
+
 fn bench(device_bytes: u64) -> Bench {
+    bench_with(device_bytes, true)
+}
+
+fn bench_with(device_bytes: u64, checksums: bool) -> Bench {
     let layout = Layout::new(device_bytes, Some(2 << 20)).unwrap();
     let memory = MemoryHandles::Host(HostMemory::create(&layout).unwrap());
     let fault = Arc::new(FaultControl::default());
@@ -41,9 +76,24 @@ fn bench(device_bytes: u64) -> Bench {
             &[Mapping::anonymous(4096).unwrap()],
         )
         .unwrap();
-    let engine = Engine::new(QueueId(0), DEPTH, layout, table, queue, Arc::clone(&stats));
+    let mut integrity = integrity(&backend, &layout);
+    if !checksums {
+        integrity.checksums = None;
+    }
+    let chunks = backend.chunks().to_vec();
+    let engine = Engine::new(
+        QueueId(0),
+        DEPTH,
+        layout,
+        table,
+        queue,
+        Arc::clone(&stats),
+        integrity.clone(),
+    );
     Bench {
         engine,
+        integrity,
+        chunks,
         stats,
         fault,
         layout,

@@ -19,6 +19,7 @@
 //! - [`enter_private_mount_namespace`]: the server never sees its own disk mounted, so its exit does
 //!   not flush to itself.
 //! - [`read_swaps`], [`holders()`]: a device goes only when nobody can ask for its contents again.
+//! - [`bus_error`]: device memory that is taken away is an error of one copy, not the server's death.
 //! - [`kernel_warning`], [`missing_privileges`]: said before a device is made, not after.
 //!
 //! The order in a server: [`settle_allocator`], [`detach_from_caller`], [`leave_caller_cgroup`],
@@ -28,6 +29,7 @@
 //! swapoff(2) is not here, on purpose: the process that calls it becomes the OOM killer's first
 //! choice, so it is never the server.
 
+pub mod bus_error;
 mod cgroup;
 mod describe;
 mod holders;

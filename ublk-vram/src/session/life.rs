@@ -31,6 +31,8 @@ pub struct LifeRecord {
     pub in_gap: AtomicU64,
     /// Process id of the standby, while there is one that is ready.
     pub standby: AtomicU64,
+    /// 1 once a worker found the memory lost: no other one may serve it.
+    pub lost: AtomicU64,
 }
 
 /// The record, mapped.

@@ -26,15 +26,15 @@ use crate::control::RunDir;
 use crate::device::DeviceSpec;
 use crate::engine::StatsTable;
 use crate::error::{Error, ErrorKind, Result};
-use crate::store::Layout;
 use crate::store::shared::SharedMapping;
+use crate::store::{ChecksumTable, Layout};
 use crate::ublk::Shape;
 
 pub use channel::{Channel, Sender};
 pub use life::{Life, LifeRecord};
 pub use messages::{Adopt, Begin, Order, Report, Role, VERSION};
 pub use name::NameLock;
-pub use plan::{BASE_COST_BYTES, Identity, plan};
+pub use plan::{BASE_COST_BYTES, Identity, cost_bytes, plan};
 pub use regions::{Regions, Sized};
 pub use tags::{TagBoard, TagMark};
 pub use view::View;
@@ -105,6 +105,14 @@ impl Session {
         self.shared_region("io", self.shape.arena_bytes())
     }
 
+    /// Maps the checksums, if the device has them.
+    ///
+    /// # Errors
+    /// As [`Session::shared_region`].
+    pub fn map_checksums(&self) -> Result<Option<ChecksumTable>> {
+        map_checksums(&self.regions, &self.spec, self.layout.device_bytes())
+    }
+
     /// Maps the region `name` of `bytes` bytes: memory that outlives the worker. The first worker
     /// that asks finds zeroes; every later one what the last one left there. Asked for while the
     /// device is made, before memory is locked: from then on every process of the server has it in
@@ -132,6 +140,22 @@ impl Session {
 /// As [`Session::shared_region`].
 pub fn map_stats(regions: &Regions, queues: u16) -> Result<StatsTable> {
     StatsTable::new(regions.map("state", StatsTable::bytes(queues))?, queues)
+}
+
+/// Maps the checksums of a device, if it has them.
+///
+/// # Errors
+/// As [`Session::shared_region`].
+pub fn map_checksums(
+    regions: &Regions,
+    spec: &DeviceSpec,
+    device_bytes: u64,
+) -> Result<Option<ChecksumTable>> {
+    if !plan::has_checksums(spec) {
+        return Ok(None);
+    }
+    let bytes = usize::try_from(ChecksumTable::bytes(device_bytes)).unwrap_or(usize::MAX);
+    ChecksumTable::new(regions.map("checksums", bytes)?, device_bytes).map(Some)
 }
 
 /// The next `count` descriptors of a message.

@@ -3,10 +3,10 @@
 use serde::{Deserialize, Serialize};
 
 use crate::backend::MemoryHandles;
-use crate::device::DeviceSpec;
+use crate::device::{BackendSpec, DeviceSpec};
 use crate::error::{Error, ErrorKind, Result};
 use crate::size::human;
-use crate::store::Layout;
+use crate::store::{ChecksumTable, Layout};
 use crate::ublk::Shape;
 
 /// One queue for each CPU, up to this many, unless told otherwise: each costs a locked stack and
@@ -16,6 +16,9 @@ const MAX_DEFAULT_QUEUES: usize = 4;
 const ARENA_SHARE: u64 = 16;
 /// What a server costs beside its I/O buffers (measured, docs/performance.md "Memory").
 pub const BASE_COST_BYTES: u64 = 16 << 20;
+/// What one process with a GPU's Vulkan driver costs beside that, locked (NVIDIA's 580, docs/performance.md,
+/// "What a server takes").
+const DRIVER_COST_BYTES: u64 = 250 << 20;
 /// More than this part of the device in locked memory is refused unless told otherwise.
 const COST_SHARE: u64 = 4;
 
@@ -117,8 +120,32 @@ fn decide_shape(spec: &DeviceSpec, layout: &Layout) -> Result<Shape> {
     Shape::new(queues, spec.depth, arena)
 }
 
+/// What the processes of a server cost beside buffers and checksums: worker and standby have the GPU's
+/// driver in them.
+fn base_cost(backend: &BackendSpec) -> u64 {
+    match backend {
+        BackendSpec::Vulkan(_) => BASE_COST_BYTES + 2 * DRIVER_COST_BYTES,
+        _ => BASE_COST_BYTES,
+    }
+}
+
+/// Bytes of locked system memory that a device is expected to cost.
+pub fn cost_bytes(spec: &DeviceSpec, layout: &Layout, shape: &Shape) -> u64 {
+    let checksums = match has_checksums(spec) {
+        true => ChecksumTable::bytes(layout.device_bytes()),
+        false => 0,
+    };
+    base_cost(&spec.backend) + shape.arena_bytes() as u64 + checksums
+}
+
+/// Whether a device has checksums: as its user said, else as its memory needs them.
+pub(crate) fn has_checksums(spec: &DeviceSpec) -> bool {
+    spec.checksum
+        .unwrap_or_else(|| MemoryHandles::wants_checksums(&spec.backend))
+}
+
 fn refuse_high_cost(spec: &DeviceSpec, layout: &Layout, shape: &Shape) -> Result<()> {
-    let cost = BASE_COST_BYTES + shape.arena_bytes() as u64;
+    let cost = cost_bytes(spec, layout, shape);
     let most = layout.device_bytes() / COST_SHARE;
     if cost <= most || spec.allow_unsafe {
         return Ok(());

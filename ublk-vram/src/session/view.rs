@@ -1,12 +1,14 @@
 //! What `show` tells of a device, put together from its regions: whichever process is asked.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::{Life, Regions, Session, map_stats};
-use crate::device::{DeviceInfo, DeviceState, ServerInfo, StaticInfo};
+use super::{Identity, Life, Regions, Session, map_checksums, map_stats};
+use crate::device::{ChecksumInfo, DeviceInfo, DeviceState, ServerInfo, StaticInfo};
 use crate::engine::StatsTable;
 use crate::error::Result;
 use crate::safety;
+use crate::store::ChecksumTable;
 
 /// The regions that `show` reads.
 pub struct View {
@@ -14,6 +16,8 @@ pub struct View {
     pub stats: StatsTable,
     /// What the device has lived through.
     pub life: Life,
+    /// The checksums, if the device has them.
+    pub checksums: Option<Arc<ChecksumTable>>,
     arena: u64,
     /// Bytes of device memory that is system memory (the host backend's): locked, but not a cost.
     storage: u64,
@@ -24,10 +28,12 @@ impl View {
     ///
     /// # Errors
     /// As [`Session::shared_region`].
-    pub fn new(regions: &Regions, queues: u16, arena: u64, storage: u64) -> Result<View> {
+    pub fn new(regions: &Regions, identity: &Identity, arena: u64, storage: u64) -> Result<View> {
+        let device_bytes = identity.layout()?.device_bytes();
         Ok(View {
-            stats: map_stats(regions, queues)?,
+            stats: map_stats(regions, identity.shape.queues)?,
             life: Life::map(regions)?,
+            checksums: map_checksums(regions, &identity.spec, device_bytes)?.map(Arc::new),
             arena,
             storage,
         })
@@ -38,12 +44,11 @@ impl View {
     /// # Errors
     /// As [`View::new`].
     pub fn of(session: &Session) -> Result<View> {
-        let shape = &session.shape;
         let storage = session.memory.system_bytes(&session.layout);
         View::new(
             &session.regions,
-            shape.queues,
-            shape.arena_bytes() as u64,
+            session.identity(),
+            session.shape.arena_bytes() as u64,
             storage,
         )
     }
@@ -87,6 +92,11 @@ impl View {
             reason,
             server,
             memory,
+            checksum: self.checksums.as_ref().map(|table| ChecksumInfo {
+                bytes: table.len_bytes(),
+                left_writing: table.left_writing(),
+                unverified: table.is_unverified(),
+            }),
             carried: paths.map(|paths| paths.with(&queue)),
             queue,
         })

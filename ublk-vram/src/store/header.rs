@@ -25,6 +25,11 @@
 use crate::device::DeviceName;
 
 use super::HEADER_BYTES;
+use super::checksum::crc32c;
+
+/// Bytes at a header's start that stay the same for a device's whole life: magic, format, UUID and
+/// name. They are the canary, one line of the bus.
+pub const CANARY_BYTES: usize = 64;
 
 const MAGIC: &[u8; 8] = b"UBLKVRAM";
 const VERSION: u32 = 1;
@@ -60,6 +65,9 @@ pub enum HeaderError {
     /// All bits set: a bus that is gone reads like this.
     #[error("the memory reads as all ones: the GPU is off the bus")]
     AllOnes,
+    /// Its mapping was taken away.
+    #[error("the memory was taken away (SIGBUS)")]
+    Gone,
     /// The magic is not there.
     #[error("no header: the memory was never used by ublk-vram, or was wiped")]
     NoMagic,
@@ -103,8 +111,17 @@ impl Header {
             *to = *from;
         }
         let (covered, crc) = page.split_at_mut(CRC_OFFSET);
-        crc.copy_from_slice(&crc32c::crc32c(covered).to_le_bytes());
+        crc.copy_from_slice(&crc32c(covered).to_le_bytes());
         page
+    }
+
+    /// The bytes that every read of a header's first line must give.
+    pub fn canary(&self) -> [u8; CANARY_BYTES] {
+        let mut canary = [0; CANARY_BYTES];
+        for (to, from) in canary.iter_mut().zip(self.encode().iter()) {
+            *to = *from;
+        }
+        canary
     }
 
     /// Reads a page back.
@@ -121,7 +138,7 @@ impl Header {
         }
         let (covered, crc) = page.split_at(CRC_OFFSET);
         let version = u32::from_le_bytes(reader.take());
-        if crc32c::crc32c(covered).to_le_bytes() != crc {
+        if crc32c(covered).to_le_bytes() != crc {
             return Err(HeaderError::Checksum);
         }
         if version != VERSION {
@@ -207,6 +224,19 @@ mod tests {
         assert_eq!(page[96..104], 7u64.to_le_bytes());
         assert_eq!(page[104], 1);
         assert!(page[108..4092].iter().all(|&b| b == 0));
+    }
+
+    #[test]
+    fn the_canary_is_the_same_in_every_chunk_and_generation() {
+        let canary = header().canary();
+        assert_eq!(canary, header().encode()[..CANARY_BYTES]);
+        let other = Header {
+            index: 0,
+            generation: 9,
+            clean: false,
+            ..header()
+        };
+        assert_eq!(other.canary(), canary);
     }
 
     #[test]

@@ -82,7 +82,7 @@ pub fn read_header(access: &mut Access, index: u32) -> Result<Header, HeaderErro
     let offset = header_offset(access, index);
     let page = access
         .read(index, offset, HEADER_BYTES as usize)
-        .map_err(|_| HeaderError::NoMagic)?;
+        .map_err(|_| HeaderError::Gone)?;
     page.try_into()
         .map_err(|_| HeaderError::NoMagic)
         .and_then(Header::decode)

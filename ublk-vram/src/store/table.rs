@@ -61,6 +61,12 @@ impl ChunkTable {
         None
     }
 
+    /// The memory of a chunk that the caller has entered and not left.
+    #[inline]
+    pub fn entered(&self, chunk: u32) -> Option<&ChunkMemory> {
+        self.chunks.get(chunk as usize).map(|slot| &slot.memory)
+    }
+
     /// Ends one use.
     #[inline]
     pub fn leave(&self, queue: QueueId, chunk: u32) {

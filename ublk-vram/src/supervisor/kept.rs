@@ -81,7 +81,7 @@ impl Kept {
             Some(Held::Made(memory)) => memory.system_bytes(&self.layout),
             _ => 0,
         };
-        let view = View::new(&self.regions, shape.queues, arena as u64, storage)?;
+        let view = View::new(&self.regions, &self.identity, arena as u64, storage)?;
         // What a worker made, beside the regions that every device has.
         for (what, fd) in self.regions.copies()? {
             if !OWN_REGIONS.contains(&what.name.as_str()) {

@@ -9,23 +9,19 @@ use std::time::{Duration, Instant};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 
+use super::calls::reply;
 use super::chores::{self, Chore, Purpose};
 use super::desk::{Current, ReplySlot, Status, Wake};
 use super::kept::Kept;
 use super::start::{StartLine, StartPipe};
 use super::takeover::Takeover;
-use crate::control::{Call, Reply};
+use crate::control::Call;
 use crate::device::{DeviceState, StaticInfo};
 use crate::error::{Error, ErrorKind, Result};
 use crate::safety;
 use crate::session::process::Process;
 use crate::session::{LifeRecord, Order, Report, Role};
-use crate::ublk;
 
-/// How long a process that has said its last word may take to end.
-const LAST_WORD: Duration = Duration::from_secs(10);
-/// The driver's time for each command.
-const DRIVER_LIMIT: Duration = Duration::from_secs(10);
 /// The loop looks at its timers at least this often.
 const TICK: Duration = Duration::from_secs(1);
 
@@ -88,10 +84,10 @@ pub(super) struct Machine {
     start: Option<StartPipe>,
     warnings: Vec<String>,
     /// Calls that the worker is to answer.
-    pending: HashMap<u64, (bool, ReplySlot)>,
-    next_call: u64,
+    pub(super) pending: HashMap<u64, (bool, ReplySlot)>,
+    pub(super) next_call: u64,
     /// Answered when all is over.
-    removals: Vec<ReplySlot>,
+    pub(super) removals: Vec<ReplySlot>,
     /// Answered when a fresh worker serves.
     pub(super) restarts: Vec<ReplySlot>,
     /// Why the last process ended, in its own words.
@@ -303,55 +299,6 @@ impl Machine {
         }
     }
 
-    fn answer(&mut self, call: Call, slot: ReplySlot) {
-        let state = self.state();
-        match call {
-            Call::Restart {} => self.restart(slot),
-            Call::Recover {} => self.recover(slot),
-            Call::Remove { force } if state == DeviceState::Failed || self.is_lost_alone() => {
-                if force || state == DeviceState::Lost {
-                    self.removals.push(slot);
-                    self.end_disk("it was removed by force");
-                } else {
-                    let name = &self.kept.identity.spec.name;
-                    let error = format!(
-                        "'{name}' is {state}, and requests may wait for it: `vramctl recover {name}` tries \
-                         to bring it back, `vramctl remove {name} --force` ends it with EIO for them"
-                    );
-                    reply(slot, Err(Error::new(ErrorKind::Busy, error)));
-                }
-            }
-            Call::Remove { force: true }
-                if state == DeviceState::Recovering && self.worker.is_none() =>
-            {
-                self.removals.push(slot);
-                self.end_disk("it was removed by force");
-            }
-            _ if state == DeviceState::Stopping && matches!(call, Call::Remove { .. }) => {
-                self.removals.push(slot);
-            }
-            _ if !state.is_served() => {
-                let error = format!("the device is {state}: try again in a moment");
-                reply(slot, Err(Error::new(ErrorKind::Busy, error)));
-            }
-            call => self.forward(call, slot),
-        }
-    }
-
-    fn forward(&mut self, call: Call, slot: ReplySlot) {
-        let is_removal = matches!(call, Call::Remove { .. });
-        let id = self.next_call;
-        self.next_call = id.wrapping_add(1);
-        let sent = match &self.worker {
-            Some(worker) => worker.channel.send(&Order::Call { id, call }, &[]),
-            None => Err(Error::new(ErrorKind::Busy, "there is no worker")),
-        };
-        match sent {
-            Ok(()) => drop(self.pending.insert(id, (is_removal, slot))),
-            Err(error) => reply(slot, Err(error)),
-        }
-    }
-
     pub(super) fn tell_worker(&self, order: &Order) {
         if let Some(worker) = &self.worker
             && let Err(error) = worker.channel.send(order, &[])
@@ -518,86 +465,6 @@ impl Machine {
             _ => self.worker_died(why),
         }
     }
-
-    /// Gives everything back, or leaves it as it is, and answers who waited for that.
-    fn leave(mut self, end: End) -> Result<()> {
-        for process in [self.worker.take(), self.standby.take()]
-            .into_iter()
-            .flatten()
-        {
-            dismiss(process, &end);
-        }
-        match end {
-            End::Done => {
-                self.kept.release();
-                self.start = None;
-                answer_all(self.removals, &Ok(()));
-                Ok(())
-            }
-            End::NotStarted(error) => {
-                if let Some(id) = self.device
-                    && let Err(error) = ublk::delete_orphan(id, DRIVER_LIMIT)
-                {
-                    tracing::error!("{error}");
-                }
-                self.kept.release();
-                if let Some(mut start) = self.start {
-                    let failed = error.clone();
-                    start.send(&StartLine::Failed { failed });
-                }
-                Err(error)
-            }
-            End::LeftBehind(error) => {
-                tracing::error!("{error}");
-                self.kept.disown();
-                answer_all(self.removals, &Err(error.clone()));
-                if let Some(mut start) = self.start {
-                    let failed = error.clone();
-                    start.send(&StartLine::Failed { failed });
-                }
-                Err(error)
-            }
-        }
-    }
-}
-
-/// Lets a process end that is not needed any more, and makes it if it does not. A worker that may have
-/// something in the driver's hands is not waited for when it hangs there.
-fn dismiss(process: Process, end: &End) {
-    let mut process = process;
-    if matches!(end, End::NotStarted(_)) {
-        process.kill();
-    }
-    // A standby ends when the other end of its channel does.
-    process.hang_up();
-    if !process.has_ended(LAST_WORD) {
-        process.kill();
-        if !process.has_ended(LAST_WORD) {
-            tracing::error!("process {} does not end", process.pid);
-            return;
-        }
-    }
-    process.how_it_ended();
-}
-
-/// Answers everybody; the process ends next, so each is waited for until the answer is written.
-fn answer_all(slots: Vec<ReplySlot>, result: &Result<()>) {
-    for slot in slots {
-        let (written, wait) = channel();
-        let answer = match result {
-            Ok(()) => Reply::from_result(Ok(serde_json::json!({}))),
-            Err(error) => Reply::from_result::<()>(Err(error.clone())),
-        };
-        if slot.send((answer, written)).is_ok() {
-            let _ = wait.recv_timeout(Duration::from_secs(2));
-        }
-    }
-}
-
-pub(super) fn reply(slot: ReplySlot, result: Result<()>) {
-    let (written, _) = channel();
-    let answer = Reply::from_result(result.map(|()| serde_json::json!({})));
-    let _ = slot.send((answer, written));
 }
 
 pub(super) fn is_readable(fd: std::os::fd::BorrowedFd<'_>) -> bool {

@@ -21,9 +21,11 @@
 //! Threads: this one (a loop over descriptors that never waits for anything else), one for the control
 //! socket, one for chores that may take long.
 
+mod calls;
 mod chores;
 mod desk;
 mod kept;
+mod leave;
 mod machine;
 mod orphans;
 mod plan;

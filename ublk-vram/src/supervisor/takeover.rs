@@ -11,9 +11,10 @@ use std::os::fd::AsFd;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use super::calls::reply;
 use super::chores::{Chore, Purpose};
 use super::desk::ReplySlot;
-use super::machine::{End, Machine, has_ended, is_readable, reply};
+use super::machine::{End, Machine, has_ended, is_readable};
 use super::start::StartLine;
 use crate::device::DeviceState;
 use crate::error::{Error, ErrorKind, Result};

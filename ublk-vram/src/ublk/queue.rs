@@ -16,6 +16,7 @@
 //! libublk's queue gives the ring and the mapped descriptors. The commands are built here: libublk
 //! would keep a second account of every tag, and its fetch takes only buffers it allocated itself.
 
+use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
@@ -36,9 +37,11 @@ use crate::store::shared::SharedMapping;
 const OURS: u64 = 1 << 63;
 /// The entry watches the engine's completion descriptor.
 const WAKE: u64 = 1 << 32;
+/// The entry watches for the loss of the device's memory.
+const LOSS: u64 = 1 << 33;
 /// Bytes of a queue thread's stack; all of it is locked memory.
 const STACK_BYTES: usize = 256 << 10;
-/// Ring entries beside one for each tag: the wake-up, and room for its renewal.
+/// Ring entries beside one for each tag: the wake-up, room for its renewal, and the watch for a loss.
 const SPARE_ENTRIES: u32 = 4;
 /// UBLK_IO_F_SWAP in `op_flags` (include/uapi/linux/ublk_cmd.h): a write that is swap.
 const OP_FLAG_SWAP: u32 = 1 << 16;
@@ -240,6 +243,9 @@ impl<'a> Server<'a> {
             self.command(sys::UBLK_U_IO_FETCH_REQ, tag, -1)?;
         }
         self.arm_wake()?;
+        if let Some(fd) = self.engine.loss_fd() {
+            self.watch(fd, LOSS)?;
+        }
         self.enter(0)?;
         if self.aborted > 0 {
             return Err(Error::new(
@@ -257,6 +263,10 @@ impl<'a> Server<'a> {
             self.commit()?;
             self.arm_wake()?;
         }
+        if self.engine.has_abandoned_copies() {
+            // An engine may still write there.
+            std::mem::forget(Arc::clone(&self.arena));
+        }
         Ok(())
     }
 
@@ -269,6 +279,8 @@ impl<'a> Server<'a> {
                 let tag = (user_data & u64::from(u16::MAX)) as u16;
                 match completion.result() {
                     _ if user_data & WAKE != 0 => *armed = false,
+                    // Once and for good; the engine sees it for itself.
+                    _ if user_data & LOSS != 0 => {}
                     RES_OK => ready.push(tag),
                     sys::UBLK_IO_RES_ABORT => *aborted = aborted.saturating_add(1),
                     errno => *refused = Some((tag, errno)),
@@ -393,10 +405,15 @@ impl<'a> Server<'a> {
         let Some(fd) = self.engine.completion_fd().filter(|_| !self.wake_armed) else {
             return Ok(());
         };
+        self.wake_armed = true;
+        self.watch(fd, WAKE)
+    }
+
+    /// Has the ring tell, once, when a descriptor is readable.
+    fn watch(&self, fd: RawFd, what: u64) -> Result<()> {
         let entry = opcode::PollAdd::new(types::Fd(fd), libc::POLLIN as u32)
             .build()
-            .user_data(OURS | WAKE);
-        self.wake_armed = true;
+            .user_data(OURS | what);
         self.push(entry)
     }
 

@@ -3,6 +3,7 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -14,6 +15,7 @@ use crate::backend::Backend;
 use crate::control::Reply;
 use crate::device::{DeviceState, StaticInfo};
 use crate::error::{Error, ErrorKind, Result};
+use crate::health::{Health, WatchHandle};
 use crate::safety::{self, Holder, Root};
 use crate::session::{Report, Session};
 use crate::store::{ChunkTable, zero_and_check};
@@ -41,6 +43,8 @@ pub(super) enum Event {
     Terminate,
     /// A `remove`, to be answered under this number.
     Remove(u64),
+    /// The device's memory is lost; [`Health`] knows how.
+    Lost,
     /// A queue thread has ended: in order when the disk is gone or taken away, else with the reason.
     QueueEnded(u16, Result<()>),
 }
@@ -56,6 +60,11 @@ pub(super) struct Live {
     pub(super) fixed: StaticInfo,
     pub(super) queues: Vec<JoinHandle<()>>,
     pub(super) helper: Option<SwapoffHelper>,
+    pub(super) health: Arc<Health>,
+    /// Dropped before the memory is wiped: it looks at the headers.
+    pub(super) watch: WatchHandle,
+    /// Ends the thread that makes checksums again, if there is one.
+    pub(super) stop_rebuild: Arc<AtomicBool>,
     pub(super) events: Receiver<Event>,
 }
 
@@ -94,13 +103,23 @@ impl Live {
                     self.disk_ended(queue, outcome);
                     return self.finish();
                 }
+                Ok(Event::Lost) => self.become_state(DeviceState::Live, None),
                 Ok(Event::GoLive | Event::TakeOver { .. }) => {}
                 Err(_) => return Err(Error::new(ErrorKind::Io, "every event source is gone")),
             }
         }
     }
 
+    /// Moves to `state`; a device whose memory is lost stays lost until its disk is gone.
     fn become_state(&self, state: DeviceState, reason: Option<String>) {
+        let (state, reason) = match (state, self.health.loss()) {
+            (DeviceState::Live | DeviceState::Draining, Some(loss)) => {
+                let reason =
+                    reason.map_or_else(|| loss.to_string(), |reason| format!("{loss}; {reason}"));
+                (DeviceState::Lost, Some(reason))
+            }
+            other => (other.0, reason),
+        };
         self.shared.status.become_state(state, reason);
     }
 
@@ -202,6 +221,7 @@ impl Live {
                     self.disk_ended(queue, outcome);
                     return Ok(());
                 }
+                Ok(Event::Lost) => self.become_state(DeviceState::Draining, None),
                 Ok(Event::Terminate | Event::GoLive | Event::TakeOver { .. })
                 | Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => std::thread::sleep(DRAIN_TICK),
@@ -268,6 +288,17 @@ impl Live {
         self.target
             .delete()
             .unwrap_or_else(|error| tracing::error!("{error}"));
+        self.stop_rebuild.store(true, Ordering::SeqCst);
+        drop(self.watch);
+        if let Some(loss) = self.health.loss() {
+            // Nothing can be wiped, and copies that never came back may come yet: what they would write
+            // to stays mapped until the process is gone, which is now.
+            tracing::warn!("the device's memory was not wiped: {loss}");
+            std::mem::forget((self.backend, self.table));
+            drop(self.helper);
+            self.link.report(&Report::Ended(None));
+            return Ok(());
+        }
         if let Err(error) = self.table.retire_all(END_LIMIT) {
             std::mem::forget((self.backend, self.table));
             return Err(error);

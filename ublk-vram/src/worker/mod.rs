@@ -15,9 +15,12 @@
 //! requests would wait for ever otherwise, and the next worker gets them from the kernel.
 
 mod alone;
+mod headers;
 mod lifecycle;
 mod link;
+mod memory;
 mod orders;
+mod prepare;
 mod startup;
 mod status;
 pub mod swapoff;

@@ -81,7 +81,7 @@ pub(super) fn start(
         shared: Arc::clone(&shared),
         is_ours: false,
     };
-    super::startup::spawn("orders", move || orders.run())?;
+    super::prepare::spawn("orders", move || orders.run())?;
     Ok(shared)
 }
 

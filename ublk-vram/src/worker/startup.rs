@@ -7,43 +7,25 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, SystemTime};
 
-use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
-
+use super::headers::{check_headers, label, open_access};
 use super::lifecycle::{Event, Live};
 use super::link::Link;
+use super::memory::{check_contents, guard_memory, start_rebuild, start_watch};
 use super::orders::Shared;
+use super::prepare::{Prepared, crash, prepare, spawn, why_a_queue_ended};
 use super::swapoff::SwapoffHelper;
-use crate::backend::access::Access;
-use crate::backend::fault::{FaultBackend, FaultControl};
-use crate::backend::{Backend, QueueId};
+use crate::backend::Backend;
 use crate::device::{CrashPoint, StaticInfo};
-use crate::engine::Engine;
 use crate::error::{Error, ErrorKind, Result};
 use crate::safety;
-use crate::session::{Report, Session, TagBoard};
-use crate::store::shared::SharedMapping;
-use crate::store::{ChunkTable, HEADER_BYTES, Header, read_header, write_headers, zero_and_check};
-use crate::ublk::{Heir, QueueHandle, QueueSeat, QueueSetup, Target, Wishes, seat_queue};
+use crate::session::{Report, Session};
+use crate::store::zero_and_check;
+use crate::ublk::{Heir, QueueHandle, QueueSeat, Target, Wishes};
 
 /// ADD_DEV is known to hang on some kernels; then the process ends with a reason.
 const ADD_LIMIT: Duration = Duration::from_secs(30);
 /// What a takeover allocates (messages, the device's object) is far less.
 const HEAP_RESERVE: usize = 512 << 10;
-
-/// Bytes of a thread's stack beside those of queues; all of it is locked memory.
-const STACK_BYTES: usize = 192 << 10;
-
-/// Memory, threads and rings of a worker that has no device yet.
-struct Prepared {
-    backend: Box<dyn Backend>,
-    /// For headers: it must not be made between a death and the takeover.
-    access: Access,
-    table: Arc<ChunkTable>,
-    seats: Vec<QueueSeat>,
-    helper: Option<SwapoffHelper>,
-    events: Receiver<Event>,
-}
 
 /// Makes the device, waits for the order to show it, and serves it.
 pub(super) fn make(
@@ -55,9 +37,13 @@ pub(super) fn make(
     events: Receiver<Event>,
 ) -> Result<()> {
     let backend = session.memory.open(&session.layout)?;
+    guard_memory(&*backend);
     zero_and_check(&*backend)?;
-    let mut access = Access::open(&*backend, 0, HEADER_BYTES as usize)?;
+    let mut access = open_access(&*backend)?;
     label(session, &mut access, session.generation)?;
+    if let Some(checksums) = &shared.status.view().checksums {
+        checksums.set_all_zero();
+    }
     let mut mortal = session
         .spec
         .lab
@@ -73,15 +59,8 @@ pub(super) fn make(
         }
     }
     let helper = SwapoffHelper::start()?;
-    let prepared = prepare(
-        session,
-        link,
-        shared,
-        (backend, access),
-        Some(helper),
-        sender,
-        events,
-    )?;
+    let memory = (backend, access);
+    let prepared = prepare(session, link, shared, memory, Some(helper), sender, events)?;
     let target = {
         let _guard = AddGuard::set(link);
         Target::add(
@@ -124,6 +103,8 @@ fn show_disk(
         table,
         seats,
         helper,
+        watch,
+        sender,
         events,
     } = prepared;
     let delete = |target: Target| {
@@ -164,6 +145,8 @@ fn show_disk(
         ..describe(session, &*backend, &target)
     };
     announce(shared, link, &fixed);
+    let health = Arc::clone(&watch.health);
+    let watch = start_watch(watch, shared, sender)?;
     Ok(Live {
         session,
         backend,
@@ -174,6 +157,9 @@ fn show_disk(
         fixed,
         queues,
         helper,
+        health,
+        watch,
+        stop_rebuild: Arc::default(),
         events,
     })
 }
@@ -198,7 +184,8 @@ pub(super) fn stand_by(
     events: Receiver<Event>,
 ) -> Result<()> {
     let backend = session.memory.open(&session.layout)?;
-    let access = Access::open(&*backend, 0, HEADER_BYTES as usize)?;
+    guard_memory(&*backend);
+    let access = open_access(&*backend)?;
     let memory = (backend, access);
     let prepared = prepare(session, link, shared, memory, None, sender, events)?;
     let heir = Heir::prepare(id, session.spec.lab.no_safe_stop)?;
@@ -233,16 +220,23 @@ fn take_over(
         table,
         seats,
         helper,
+        watch,
+        sender,
         events,
     } = prepared;
     let size = session.layout.device_bytes();
     // It waits until the last worker is gone: nobody but us touches the memory from then on.
     let in_gap = &shared.status.view().life.record().in_gap;
     let taking = heir.begin(size, &session.shape, in_gap)?;
-    if let Err(error) = check_headers(session, &mut access, generation) {
-        link.report(&Report::Lost(error.clone()));
-        return Err(error);
-    }
+    let believed = check_headers(session, &mut access, generation)
+        .and_then(|()| check_contents(session, shared, &mut access));
+    let is_new_table = match believed {
+        Ok(is_new_table) => is_new_table,
+        Err(error) => {
+            link.report(&Report::Lost(error.clone()));
+            return Err(error);
+        }
+    };
     label(session, &mut access, generation)?;
     let queues = start_queues(seats, taking.target(), &events)?;
     in_gap.store(0, Ordering::SeqCst);
@@ -261,6 +255,12 @@ fn take_over(
         .unwrap_or_else(std::sync::PoisonError::into_inner) = Ok(());
     shared.status.go_live(&fixed);
     link.report(&Report::Live(Box::new(fixed.clone())));
+    let health = Arc::clone(&watch.health);
+    let stop_rebuild = Arc::default();
+    if is_new_table {
+        start_rebuild(session, shared, access, &stop_rebuild)?;
+    }
+    let watch = start_watch(watch, shared, sender)?;
     Ok(Live {
         session,
         backend,
@@ -271,18 +271,11 @@ fn take_over(
         fixed,
         queues,
         helper,
+        health,
+        watch,
+        stop_rebuild,
         events,
     })
-}
-
-/// The lab's kill, as if from outside.
-fn crash(session: &Session, shared: &Shared, at: CrashPoint) {
-    let wanted = session.spec.lab.crash.is_some_and(|crash| crash.at == at);
-    let life = &shared.status.view().life;
-    let takes_over = life.record().generation.load(Ordering::Relaxed) > 1;
-    if wanted && takes_over && life.crashes_now() {
-        let _ = kill(Pid::this(), Signal::SIGKILL);
-    }
 }
 
 fn wait_for_order(events: &Receiver<Event>) -> bool {
@@ -290,84 +283,9 @@ fn wait_for_order(events: &Receiver<Event>) -> bool {
         match events.recv() {
             Ok(Event::GoLive) => return true,
             Ok(Event::Terminate | Event::QueueEnded(..)) | Err(_) => return false,
-            Ok(Event::Remove(_) | Event::TakeOver { .. }) => {}
+            Ok(Event::Remove(_) | Event::Lost | Event::TakeOver { .. }) => {}
         }
     }
-}
-
-/// Everything that needs no device. From here on every mapping is locked, those of threads and of
-/// later allocations included.
-fn prepare(
-    session: &'static Session,
-    link: &Link,
-    shared: &Arc<Shared>,
-    (mut backend, access): (Box<dyn Backend>, Access),
-    helper: Option<SwapoffHelper>,
-    sender: Sender<Event>,
-    events: Receiver<Event>,
-) -> Result<Prepared> {
-    let stats = Arc::new(session.map_state()?);
-    let arena = Arc::new(session.map_arena()?);
-    let tags = Arc::new(TagBoard::map(&session.regions, session.shape)?);
-    let lab = &session.spec.lab;
-    let fault = lab.fault.then(|| Arc::new(FaultControl::default()));
-    if let Some(fault) = &fault {
-        backend = Box::new(FaultBackend::new(backend, Arc::clone(fault)));
-    }
-    shared.set_fault(fault);
-    let table = Arc::new(ChunkTable::new(backend.chunks(), session.shape.queues));
-    if !lab.no_memory_lock {
-        match safety::lock_memory() {
-            Err(error) if !session.spec.allow_unsafe => return Err(error),
-            Err(error) => tracing::warn!("{error}"),
-            Ok(()) => {}
-        }
-    }
-    start_signal_thread(link.clone(), sender.clone(), Arc::clone(shared))?;
-    let depth = session.shape.depth;
-    let mut seats = Vec::with_capacity(usize::from(session.shape.queues));
-    for number in 0..session.shape.queues {
-        let queue = QueueId(number);
-        let memory = [SharedMapping::as_mapping(&arena)];
-        let copies = backend.open_queue(queue, Engine::copies(depth), &memory)?;
-        let engine = Engine::new(
-            queue,
-            depth,
-            session.layout,
-            Arc::clone(&table),
-            copies,
-            Arc::clone(&stats),
-        );
-        let sender = sender.clone();
-        let lab = Arc::clone(shared);
-        let half_fetched = (number == 0 && session.spec.lab.crash.is_some()).then(|| {
-            Box::new(move || crash(session, &lab, CrashPoint::HalfFetched))
-                as Box<dyn FnOnce() + Send>
-        });
-        let setup = QueueSetup {
-            queue,
-            shape: session.shape,
-            arena: Arc::clone(&arena),
-            engine,
-            stats: Arc::clone(&stats),
-            tags: Arc::clone(&tags),
-            half_fetched,
-        };
-        seats.push(seat_queue(setup, move |outcome| {
-            drop(sender.send(Event::QueueEnded(number, outcome)));
-        })?);
-    }
-    if !seats.iter().all(QueueSeat::wait_warm) {
-        return Err(why_a_queue_ended(&events));
-    }
-    Ok(Prepared {
-        backend,
-        access,
-        table,
-        seats,
-        helper,
-        events,
-    })
 }
 
 /// Gives every queue thread its device and waits until each has sent its fetches. On an error every
@@ -403,68 +321,6 @@ fn join(queues: Vec<JoinHandle<()>>) {
     }
 }
 
-fn why_a_queue_ended(events: &Receiver<Event>) -> Error {
-    while let Ok(event) = events.recv_timeout(Duration::from_secs(1)) {
-        if let Event::QueueEnded(_, Err(error)) = event {
-            return error;
-        }
-    }
-    Error::new(
-        ErrorKind::Io,
-        "a queue thread ended before the device was started",
-    )
-}
-
-fn header(session: &Session, index: u32, generation: u64) -> Header {
-    Header {
-        uuid: session.uuid,
-        name: session.spec.name.clone(),
-        index,
-        count: session.layout.chunks(),
-        chunk_bytes: session.layout.chunk_bytes(index),
-        device_bytes: session.layout.device_bytes(),
-        chunk_size: session.layout.chunk_size(),
-        generation,
-        clean: false,
-    }
-}
-
-fn label(session: &Session, access: &mut Access, generation: u64) -> Result<()> {
-    write_headers(access, |index| header(session, index, generation))
-}
-
-/// The memory is believed only if every chunk says that it belongs to this device, at this place. A
-/// worker may have died while it wrote a new generation: any that is not newer than its own will do.
-fn check_headers(session: &Session, access: &mut Access, generation: u64) -> Result<()> {
-    for index in 0..session.layout.chunks() {
-        let not_ours = |why: String| {
-            Error::new(
-                ErrorKind::Io,
-                format!(
-                    "the memory of '{}' does not hold its contents any more: chunk {index}: {why}",
-                    session.spec.name
-                ),
-            )
-        };
-        let found = read_header(access, index).map_err(|error| not_ours(error.to_string()))?;
-        let expected = header(session, index, found.generation);
-        if found.generation > generation {
-            return Err(not_ours(format!(
-                "its header is of generation {}, and {generation} is the next",
-                found.generation
-            )));
-        }
-        if (Header {
-            clean: false,
-            ..found
-        }) != expected
-        {
-            return Err(not_ours("its header is that of another device".to_owned()));
-        }
-    }
-    Ok(())
-}
-
 fn describe(session: &Session, backend: &dyn Backend, target: &Target) -> StaticInfo {
     StaticInfo {
         name: session.spec.name.clone(),
@@ -492,32 +348,6 @@ fn describe(session: &Session, backend: &dyn Backend, target: &Target) -> Static
             .elapsed()
             .map_or(0, |since| since.as_secs()),
     }
-}
-
-/// SIGTERM and SIGINT to a worker are meant for the server: the supervisor is told, or the lifecycle
-/// thread while there is none. They were blocked in `main`, before any thread.
-fn start_signal_thread(link: Link, events: Sender<Event>, shared: Arc<Shared>) -> Result<()> {
-    let signals = safety::block_termination_signals()?;
-    spawn("signals", move || {
-        while let Ok(signal) = signals.wait() {
-            tracing::info!("{signal}");
-            let supervisor = &shared.status.view().life.record().supervisor;
-            if supervisor.load(Ordering::Relaxed) != 0 {
-                link.report(&Report::Terminate);
-            } else if events.send(Event::Terminate).is_err() {
-                break;
-            }
-        }
-    })
-}
-
-pub(super) fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> Result<()> {
-    std::thread::Builder::new()
-        .name(name.to_owned())
-        .stack_size(STACK_BYTES)
-        .spawn(work)
-        .map(drop)
-        .map_err(|error| Error::os(format!("cannot start the {name} thread"), error))
 }
 
 /// Ends the process with a reason when ADD_DEV never comes back. Dropped, it does nothing.

@@ -7,6 +7,7 @@ use ublk_vram::kmod::{NODE, Node, abi};
 use ublk_vram::safety;
 use ublk_vram::session::BASE_COST_BYTES;
 use ublk_vram::size::human;
+use ublk_vram::store::ChecksumTable;
 
 use super::{Item, Machine};
 use crate::start::find_server;
@@ -215,11 +216,12 @@ pub(super) fn cost() -> Item {
         "cost",
         format!(
             "a device of {} or more takes up to {} of locked system memory ({} I/O buffers, {} server), \
-             and {} for each GiB of PCI memory",
+             and for each GiB {} of checksums (unless --checksum=off) and {} of page tables",
             human(arena * 16),
             human(arena + BASE_COST_BYTES),
             human(arena),
             human(BASE_COST_BYTES),
+            human(ChecksumTable::bytes(1 << 30)),
             human((1 << 30) / PAGE_TABLES_SHARE)
         ),
     )

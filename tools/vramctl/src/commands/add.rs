@@ -13,7 +13,7 @@ use ublk_vram::{Error, ErrorKind, Result, session};
 
 use super::limit_for;
 use super::swap::evictable;
-use crate::args::{AddArgs, BackendName, MemoryArgs};
+use crate::args::{AddArgs, BackendName, MemoryArgs, Switch};
 use crate::devices::{ASK_LIMIT, Devices};
 use crate::output;
 use crate::start::{find_server, start};
@@ -218,12 +218,14 @@ fn specification(args: &AddArgs, backend: BackendSpec) -> Result<DeviceSpec> {
         depth: args.depth,
         arena: args.io_memory,
         chunk: args.chunk,
+        checksum: args.checksum.map(|switch| switch == Switch::On),
         allow_unsafe: args.allow_unsafe,
         fail_after: args.fail_after.map(|limit| limit.as_secs().max(1)),
         lab: LabSpec {
             no_memory_lock: args.lab_no_memory_lock,
             fault: args.lab_fault,
             no_safe_stop: args.lab_no_safe_stop,
+            copy_limit: args.lab_copy_limit,
             no_recovery: args.lab_no_recovery,
             crash: args.lab_crash,
             log_file,
@@ -267,7 +269,7 @@ fn dry_run(spec: &DeviceSpec, server: Result<PathBuf>) -> Result<()> {
         human(layout.chunk_size()),
         shape.queues,
         shape.depth,
-        human(session::BASE_COST_BYTES + shape.arena_bytes() as u64)
+        human(session::cost_bytes(spec, &layout, &shape))
     ));
     output::json(spec)
 }
@@ -431,7 +433,7 @@ mod tests {
     fn arguments_become_the_specification() {
         let args = args(
             "fast --size 1.5G --backend host --id 7 --queues 2 --depth 32 --io-memory 8M --chunk 64M \
-             --allow-unsafe --lab-fault --lab-no-memory-lock --lab-no-safe-stop --lab-log /tmp/log \
+             --checksum=off --allow-unsafe --lab-fault --lab-copy-limit 9 --lab-no-memory-lock --lab-no-safe-stop --lab-log /tmp/log \
              --lab-no-recovery --lab-crash before-end:3 --fail-after 90",
         );
         let spec = specification(&args, BackendSpec::Host).unwrap();
@@ -440,9 +442,9 @@ mod tests {
             serde_json::json!({
                 "name": "fast", "size": {"bytes": 1_610_612_736u64}, "backend": {"kind": "host"},
                 "id": 7, "queues": 2, "depth": 32, "arena": 8 << 20, "chunk": 64 << 20,
-                "allow-unsafe": true, "fail-after": 90,
+                "checksum": false, "allow-unsafe": true, "fail-after": 90,
                 "lab": {
-                    "no-memory-lock": true, "fault": true, "no-recovery": true, "crash": {"at": "before-end", "count": 3}, "no-safe-stop": true,
+                    "no-memory-lock": true, "fault": true, "copy-limit": 9, "no-recovery": true, "crash": {"at": "before-end", "count": 3}, "no-safe-stop": true,
                     "log-file": "/tmp/log",
                 },
             })

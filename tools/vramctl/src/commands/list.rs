@@ -243,6 +243,7 @@ mod tests {
                 reason: None,
                 server: ServerInfo::default(),
                 memory,
+                checksum: None,
                 queue: vec![queue(100, 7), queue(23, 4000)],
                 carried: None,
             }),

@@ -70,10 +70,17 @@ fn clean_up(device: &Device) -> Result<()> {
         }
         delete_disk(device, fixed)?;
         let layout = || Layout::new(fixed.size, Some(fixed.chunk_size));
-        match (fixed.gpu.as_deref(), fixed.backend.as_str()) {
-            (Some(address), "pci") => pci::wipe_orphan(address, &layout()?)?,
-            (_, "cuda") => cuda::wipe_orphans(&layout()?)?,
-            _ => {}
+        let wiped = match (fixed.gpu.as_deref(), fixed.backend.as_str()) {
+            (Some(address), "pci") => pci::wipe_orphan(address, &layout()?),
+            (_, "cuda") => cuda::wipe_orphans(&layout()?),
+            _ => Ok(()),
+        };
+        match wiped {
+            // A card that is gone, or answers nothing, must not stay in the list for ever.
+            Err(error) if [ErrorKind::NotFound, ErrorKind::Io].contains(&error.kind) => {
+                output::warning(&format!("the memory was not wiped: {error}"));
+            }
+            outcome => outcome?,
         }
     }
     // An empty group that stays harms nobody.

@@ -102,6 +102,7 @@ fn text(device: &Device, users: Option<&Survey>) -> String {
     if let Some(info) = &device.info {
         describe_server(&mut block, &info.server);
         describe_memory(&mut block, &info.memory);
+        describe_checksum(&mut block, info);
     }
     let mut text = block.render();
     if let Some(info) = &device.info {
@@ -216,6 +217,31 @@ fn describe_memory(block: &mut Block, memory: &MemoryInfo) {
     );
 }
 
+fn describe_checksum(block: &mut Block, info: &DeviceInfo) {
+    let Some(checksum) = &info.checksum else {
+        block.line("checksums", "none: a flipped bit is not noticed");
+        return;
+    };
+    let sum = |of: fn(&QueueInfo) -> u64| info.queue.iter().map(of).sum::<u64>();
+    let mut line = format!(
+        "CRC32C of 4K blocks in {}, {} bad",
+        human(checksum.bytes),
+        sum(|queue| queue.bad_blocks)
+    );
+    if checksum.left_writing > 0 {
+        // Writing to a String does not fail.
+        let _ = write!(
+            line,
+            ", {} left half written by a server that died",
+            checksum.left_writing
+        );
+    }
+    if checksum.unverified {
+        line.push_str(", unverified: made again from what is in the memory");
+    }
+    block.line("checksums", line);
+}
+
 /// The counters of each queue, and their sums.
 fn queues(info: &DeviceInfo) -> String {
     type Counter = fn(&QueueInfo) -> u64;
@@ -311,6 +337,7 @@ mod tests {
             "copy": "avx2", "pid": 4711, "since": 0, "state": "live", "reason": null,
             "memory": {"cost": 44 << 20, "locked": 46 << 20, "resident": 46 << 20, "swapped": 0,
                        "arena": 32 << 20},
+            "checksum": {"bytes": 2 << 20, "left_writing": 5, "unverified": false},
             "queue": [],
         }))
         .unwrap();
@@ -318,6 +345,7 @@ mod tests {
             tid: 12,
             reads: 5,
             read_bytes: 20480,
+            bad_blocks: 1,
             ..QueueInfo::default()
         };
         let info = DeviceInfo {
@@ -343,6 +371,7 @@ mod tests {
             "size:            1G (1073741824 bytes)\n",
             "used by:         nobody\n",
             "costs:           44M of system memory (32M of it I/O buffers)\n",
+            "checksums:       CRC32C of 4K blocks in 2M, 2 bad, 5 left half written by a server that died\n",
             "QUEUE  TID  READS  READ",
             "\n  all    -     10   40K",
         ] {

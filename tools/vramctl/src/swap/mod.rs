@@ -3,6 +3,7 @@
 //! swapoff(2) belongs here and never in the server: it makes its caller's whole process the OOM
 //! killer's first choice, and if it is killed the device must still be there.
 
+mod child;
 mod off;
 mod on;
 mod progress;

@@ -4,10 +4,12 @@ use std::ffi::CString;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use nix::errno::Errno;
 use ublk_vram::{Error, ErrorKind, Result};
 
+use super::child;
 use super::signature::{Content, look};
 use super::tool;
 
@@ -15,6 +17,9 @@ use super::tool;
 const SWAP_FLAG_PREFER: i32 = 0x8000;
 const SWAP_FLAG_PRIO_MASK: i32 = 0x7fff;
 const SWAP_FLAG_DISCARD: i32 = 0x10000;
+
+/// Reading and writing the first pages of a disk takes no longer unless the disk does not answer.
+const LIMIT: Duration = Duration::from_secs(60);
 
 /// How to swap on.
 #[derive(Debug, Clone, Copy)]
@@ -39,6 +44,15 @@ impl SwapOn {
 /// # Errors
 /// Something else is on the disk and `force` is not said; or why it could not be done.
 pub fn swap_on(disk: &Path, how: SwapOn) -> Result<()> {
+    limited(disk, || look_and_swap_on(disk, how))
+}
+
+fn limited(disk: &Path, work: impl FnOnce() -> Result<()>) -> Result<()> {
+    let what = format!("making {} swap", disk.display());
+    child::limited(&what, LIMIT, work)
+}
+
+fn look_and_swap_on(disk: &Path, how: SwapOn) -> Result<()> {
     match look(disk)? {
         Content::Swap => activate(disk, how),
         Content::Other(what) if !how.force => Err(Error::new(
@@ -48,7 +62,7 @@ pub fn swap_on(disk: &Path, how: SwapOn) -> Result<()> {
                 disk.display()
             ),
         )),
-        Content::Nothing | Content::Other(_) => make_and_swap_on(disk, how),
+        Content::Nothing | Content::Other(_) => make_and_activate(disk, how),
     }
 }
 
@@ -57,6 +71,10 @@ pub fn swap_on(disk: &Path, how: SwapOn) -> Result<()> {
 /// # Errors
 /// Why it could not be done.
 pub fn make_and_swap_on(disk: &Path, how: SwapOn) -> Result<()> {
+    limited(disk, || make_and_activate(disk, how))
+}
+
+fn make_and_activate(disk: &Path, how: SwapOn) -> Result<()> {
     make(disk, how.force)?;
     activate(disk, how)
 }

@@ -19,10 +19,11 @@ use super::device::Device;
 use super::engine::{Batch, CopyLane, Ended, GatherLane, MOST_PIECES, Part, Waker};
 use super::host::HostSide;
 use super::memory::Allocation;
-use crate::backend::{BackendQueue, ChunkMemory, Completion, Copy, Direction};
+use crate::backend::{BackendQueue, ChunkMemory, Completion, Copy, Direction, GONE};
 use crate::copy::CopyRoutines;
 use crate::copy::planner::{Costs, Group, Path, Paths, Planner, Seen};
 use crate::device::PathCounters;
+use crate::safety::bus_error;
 
 /// Nanoseconds of copies by the CPU in one poll: what has ended meanwhile should not wait longer.
 const CPU_BUDGET: f64 = 30e3;
@@ -431,15 +432,17 @@ impl VulkanQueue {
         {
             let Pending { copy, device, .. } = pending;
             let len = copy.len as usize;
+            let routines = self.routines;
             // SAFETY: `device` is the address of `len` mapped bytes of the chunk (`submit`), which stays
-            // mapped until the copy's end; `memory` by the caller's promise.
-            unsafe {
+            // mapped until the copy's end; `memory` by the caller's promise. That the driver can take the
+            // mapping away all the same is what the guard is for.
+            let copied = bus_error::guarded(|| unsafe {
                 match copy.direction {
-                    Direction::Read => self.routines.load(copy.memory, device, len),
-                    Direction::Write => self.routines.store(device, copy.memory, len),
-                    Direction::Zero => self.routines.fill_zero(device, len),
+                    Direction::Read => routines.load(copy.memory, device, len),
+                    Direction::Write => routines.store(device, copy.memory, len),
+                    Direction::Zero => routines.fill_zero(device, len),
                 }
-            }
+            });
             let time = self.now() - now;
             now += time;
             self.unfenced |= copy.direction != Direction::Read;
@@ -451,8 +454,8 @@ impl VulkanQueue {
                     .observe(Path::Bar, copy.direction, plain, Seen::exactly(time), now);
             }
             // After a lost GPU nothing that its memory holds is true.
-            let result = if self.device.is_lost() {
-                Err(libc::EIO)
+            let result = if copied.is_err() || self.device.is_lost() {
+                Err(GONE)
             } else {
                 Ok(copy.len)
             };
@@ -538,7 +541,8 @@ impl BackendQueue for VulkanQueue {
             .checked_add(u64::from(copy.len))
             .is_some_and(|end| end <= chunk.size);
         if !inside || self.device.is_lost() {
-            self.end(copy, Err(libc::EIO));
+            let errno = if inside { GONE } else { libc::EIO };
+            self.end(copy, Err(errno));
             return;
         }
         if copy.len == 0 {

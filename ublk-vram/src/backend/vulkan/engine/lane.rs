@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 use ash::vk;
 
 use super::{EngineQueue, Job, REFUSED, SENT};
-use crate::backend::Direction;
 use crate::backend::vulkan::device::Device;
 use crate::backend::vulkan::loader::failed;
+use crate::backend::{Direction, GONE};
 use crate::copy::planner::Seen;
 use crate::error::Result;
 
@@ -210,7 +210,7 @@ impl Slots {
             };
             let result = if slot.fate.load(Ordering::Acquire) == REFUSED || is_lost {
                 // A lost GPU executes nothing any more (Vulkan, "Lost Device").
-                Err(libc::EIO)
+                Err(if is_lost { GONE } else { libc::EIO })
             } else if reached.is_ok_and(|reached| reached >= slot.value) {
                 Ok(())
             } else {

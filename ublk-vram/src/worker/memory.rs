@@ -1,0 +1,97 @@
+//! What a worker does with the memory beside serving it: it is watched, believed after a look, and its
+//! checksums are made again where they were lost.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::Sender;
+
+use super::lifecycle::Event;
+use super::orders::Shared;
+use super::prepare::spawn;
+use crate::backend::Backend;
+use crate::backend::access::Access;
+use crate::error::{Error, ErrorKind, Result};
+use crate::health::{Watch, WatchHandle};
+use crate::safety::bus_error;
+use crate::session::Session;
+use crate::store::checksum::{rebuild, sample};
+
+/// Blocks that a takeover checks before it believes the memory.
+const SAMPLE_BLOCKS: u64 = 64;
+
+/// From here on a mapping that is taken away is an error, and not the end of the process.
+pub(super) fn guard_memory(backend: &dyn Backend) {
+    bus_error::watch(backend.chunks().iter().filter_map(|chunk| {
+        let mapping = chunk.mapping.as_ref()?;
+        let first = mapping.at(0, mapping.len())?;
+        Some((first as usize, mapping.len()))
+    }));
+}
+
+/// Starts the thread that looks after the memory.
+pub(super) fn start_watch(
+    watch: Watch,
+    shared: &Arc<Shared>,
+    events: Sender<Event>,
+) -> Result<WatchHandle> {
+    let shared = Arc::clone(shared);
+    watch.start(move |_reason| {
+        // No worker that comes after this one may believe the memory.
+        let record = shared.status.view().life.record();
+        record.lost.store(1, Ordering::SeqCst);
+        // Nobody who listens any more needs to know.
+        let _ = events.send(Event::Lost);
+    })
+}
+
+/// Gives every block a checksum that has none, beside the I/O.
+pub(super) fn start_rebuild(
+    session: &'static Session,
+    shared: &Shared,
+    mut access: Access,
+    stop: &Arc<AtomicBool>,
+) -> Result<()> {
+    let Some(table) = shared.status.view().checksums.clone() else {
+        return Ok(());
+    };
+    table.set_unverified();
+    let stop = Arc::clone(stop);
+    spawn("rebuild", move || {
+        match rebuild(&table, &session.layout, &mut access, &stop) {
+            Ok(blocks) => tracing::info!("{blocks} blocks have a checksum again"),
+            Err(error) => tracing::error!("{error}"),
+        }
+    })
+}
+
+/// The contents are believed if most of a sample fits its checksums: one bad block is one bad block, many
+/// are other contents. Takes over the checksums; whether there are none yet.
+pub(super) fn check_contents(
+    session: &Session,
+    shared: &Shared,
+    access: &mut Access,
+) -> Result<bool> {
+    let lost = |why: &str| {
+        let name = &session.spec.name;
+        Err(Error::new(
+            ErrorKind::Io,
+            format!("the memory of '{name}' does not hold its contents any more: {why}"),
+        ))
+    };
+    let view = shared.status.view();
+    if view.life.record().lost.load(Ordering::SeqCst) != 0 {
+        return lost("an earlier worker found it lost");
+    }
+    let Some(table) = &view.checksums else {
+        return Ok(false);
+    };
+    let found = table.adopt();
+    let sample = sample(table, &session.layout, access, SAMPLE_BLOCKS)?;
+    if sample.bad * 2 > sample.checked {
+        return lost(&format!(
+            "{} of {} blocks do not fit their checksums",
+            sample.bad, sample.checked
+        ));
+    }
+    Ok(found.is_new)
+}
