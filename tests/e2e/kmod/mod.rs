@@ -9,6 +9,7 @@ mod node;
 
 use std::fs;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -38,6 +39,8 @@ struct Machine {
     guest: Guest,
     /// The file behind the mock GPU's BAR.
     gpu_file: PathBuf,
+    /// How many programs were started: each has a pipe of its own.
+    starts: AtomicU32,
     _files: tempfile::TempDir,
 }
 
@@ -85,6 +88,7 @@ impl Machine {
         let machine = Machine {
             guest,
             gpu_file,
+            starts: AtomicU32::new(0),
             _files: files,
         };
         Ok(machine)
@@ -120,10 +124,11 @@ impl Machine {
 
     /// Starts the guest program in the background and waits for its first line.
     fn start(&self, arguments: &str) -> Result<(Process, String)> {
-        let process = self.spawn_sh(&format!(
-            "rm -f /run/in; mkfifo /run/in; exec vramtest kmod {arguments} < /run/in"
-        ))?;
-        self.must("until [ -p /run/in ]; do sleep 0.05; done; (sleep 1000 > /run/in &) ; true")?;
+        let pipe = format!("/run/in{}", self.starts.fetch_add(1, Ordering::Relaxed) + 1);
+        self.must(&format!("mkfifo {pipe}"))?;
+        let process = self.spawn_sh(&format!("exec vramtest kmod {arguments} < {pipe}"))?;
+        // Opens the pipe, which the program waits for, and keeps it open.
+        self.must(&format!("(sleep 1000 > {pipe} &)"))?;
         let deadline = Instant::now() + Duration::from_secs(30);
         loop {
             let (out, err) = process.output()?;
@@ -144,7 +149,8 @@ impl Machine {
 
     /// Says a line to what [`Machine::start`] started, and waits for its good end.
     fn finish(&self, process: Process) -> Result<String> {
-        self.must("echo > /run/in")?;
+        let pipe = format!("/run/in{}", self.starts.load(Ordering::Relaxed));
+        self.must(&format!("echo > {pipe}"))?;
         Ok(process.wait(Duration::from_secs(30))?.ok()?.stdout)
     }
 
