@@ -383,7 +383,7 @@ fn a_dry_run_starts_nothing_and_prints_the_specification() {
         "add",
         "x",
         "--size",
-        "64M",
+        "128M",
         "--backend",
         "host",
         "--dry-run",
@@ -395,10 +395,10 @@ fn a_dry_run_starts_nothing_and_prints_the_specification() {
     let spec: serde_json::Value = serde_json::from_str(&said.out).unwrap();
     assert_eq!(
         (spec["size"]["bytes"].as_u64(), spec["id"].as_u64()),
-        (Some(64 << 20), Some(3))
+        (Some(128 << 20), Some(3))
     );
     assert!(
-        said.err.contains("dry run: 'x' would have 64M"),
+        said.err.contains("dry run: 'x' would have 128M"),
         "{}",
         said.err
     );
