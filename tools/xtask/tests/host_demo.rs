@@ -68,16 +68,16 @@ fn the_machine_is_left_as_it_was() -> vmrig::Result<()> {
     assert_eq!(traces(&vm)?, before);
 
     // A device of that name that is somebody else's.
-    vm.sh("vramctl add demo --size 64M --backend host --io-memory 1M")?
+    vm.sh("vramctl add demo --size 96M --backend host --io-memory 1M")?
         .ok()?;
-    let refused = vm.sh(&format!("{DEMO} 64M --backend host"))?.expect_rc(1)?;
+    let refused = vm.sh(&format!("{DEMO} 96M --backend host"))?.expect_rc(1)?;
     assert!(refused.stderr.contains("exists already"), "{refused}");
     vm.sh("vramctl remove demo")?.ok()?;
     assert_eq!(traces(&vm)?, before);
 
     // A machine that cannot have a device.
     vm.sh("rmmod ublk_drv")?.ok()?;
-    let refused = vm.sh(&format!("{DEMO} 64M --backend host"))?.expect_rc(1)?;
+    let refused = vm.sh(&format!("{DEMO} 96M --backend host"))?.expect_rc(1)?;
     assert!(refused.stdout.contains("ublk"), "{refused}");
     assert!(refused.stderr.contains("cannot have a device"), "{refused}");
     assert_eq!(vm.kernel_complaints(), Vec::<String>::new());

@@ -317,11 +317,14 @@ impl Machine {
     }
 
     pub(super) fn recover(&mut self, slot: ReplySlot) {
-        if self.state() != DeviceState::Failed {
-            let error = format!(
-                "the device is {}: there is nothing to recover",
-                self.state()
-            );
+        let state = self.state();
+        if state.is_served() {
+            // Whatever it was, it is over.
+            reply(slot, Ok(()));
+            return;
+        }
+        if state != DeviceState::Failed {
+            let error = format!("the device is {state}: try again in a moment");
             reply(slot, Err(Error::new(ErrorKind::Busy, error)));
             return;
         }
