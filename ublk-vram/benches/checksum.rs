@@ -58,7 +58,7 @@ impl Device {
             1,
             layout,
             Arc::new(ChunkTable::new(backend.chunks(), 1)),
-            backend.open_queue(QueueId(0), Engine::copies(1))?,
+            backend.open_queue(QueueId(0), Engine::copies(1), &[])?,
             Arc::new(stats),
             integrity,
         );

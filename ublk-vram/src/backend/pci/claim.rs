@@ -332,7 +332,8 @@ impl PciMemory {
         // Another server that uses another BAR of this function needs it awake: the settings stay.
         let keep = !self.owner || self.lock.function_is_shared();
         let mut result = Ok(());
-        if let Some(region) = self.region.take() {
+        // What another process has claimed is that one's to end.
+        if let Some(region) = self.region.take().filter(|_| self.owner) {
             result = region.release();
             if !keep && let Err(error) = module::unbind(&self.dir, self.address) {
                 result = result.and(Err(error));

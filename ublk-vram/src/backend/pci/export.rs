@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::claim::Setting;
 use super::lock::BarLock;
+use super::module::ModuleRegion;
 use super::{Bar, PciAddress, PciMemory};
 use crate::backend::{Exported, MemoryDescription};
 use crate::error::{Error, ErrorKind, Result};
@@ -25,6 +26,10 @@ pub struct PciDescription {
     changed: Vec<Setting>,
     lock: PathBuf,
     lock_prefix: String,
+    /// The BAR's region in the kernel module, where the claim goes through it: the descriptor is then of
+    /// the module's node, attached to that region.
+    #[serde(default)]
+    region: Option<u32>,
 }
 
 impl PciDescription {
@@ -52,6 +57,7 @@ impl PciMemory {
             changed: self.changed.clone(),
             lock: self.lock.path.clone(),
             lock_prefix: self.lock.prefix.clone(),
+            region: self.region.as_ref().map(|region| region.id()),
         };
         Ok(Exported {
             description: MemoryDescription::Pci(description),
@@ -71,8 +77,17 @@ impl PciMemory {
             ));
         };
         let address: PciAddress = description.address.parse()?;
+        let region = match description.region {
+            Some(id) => {
+                let node = resource
+                    .try_clone()
+                    .map_err(|error| Error::os("dup of a BAR's descriptor", error))?;
+                Some(Box::new(ModuleRegion::inherited(node, id)?))
+            }
+            None => None,
+        };
         Ok(PciMemory {
-            region: None,
+            region,
             address,
             bar: description.bar,
             vendor: description.vendor,

@@ -8,12 +8,16 @@
 use std::fs::{self, File};
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use super::claim::write_attribute;
 use super::function::driver_of;
 use super::{Bar, PciAddress};
 use crate::error::{Error, ErrorKind, Result};
 use crate::kmod::{DRIVER, NODE, Node, RegionMapping, abi};
+
+/// A process that was told to end has let its mappings go by then.
+const STILL_MAPPED: Duration = Duration::from_secs(5);
 
 /// A region that belongs to a claim.
 #[derive(Debug)]
@@ -109,6 +113,24 @@ impl ModuleRegion {
         Ok(ModuleRegion { node, region })
     }
 
+    /// The region that another process has attached with this descriptor of the node: the attachment
+    /// belongs to the open file, so whoever has a descriptor of it has the region.
+    ///
+    /// # Errors
+    /// [`ErrorKind::NotFound`] if there is no such region any more.
+    pub(super) fn inherited(node: OwnedFd, id: u32) -> Result<ModuleRegion> {
+        let node = Node::from(node);
+        let region = node
+            .stat(id)
+            .map_err(|error| Error::os(format!("region {id} of the kernel module"), error))?;
+        Ok(ModuleRegion { node, region })
+    }
+
+    /// Its number in the module.
+    pub(super) fn id(&self) -> u32 {
+        self.region.id
+    }
+
     /// A descriptor of the attached file, for whoever maps the region.
     ///
     /// # Errors
@@ -140,13 +162,23 @@ impl ModuleRegion {
         self.region.mmap_offset
     }
 
-    /// Ends the region. No mapping of it is left.
+    /// Ends the region, as soon as no process maps it any more: a standby that was told to end may take
+    /// a moment.
     ///
     /// # Errors
     /// [`ErrorKind::Busy`] while it is mapped.
     pub(super) fn release(&self) -> Result<()> {
         let failed = |error| Error::os("cannot end a region of the kernel module", error);
-        match self.node.detach() {
+        let end = Instant::now() + STILL_MAPPED;
+        let detached = loop {
+            match self.node.detach() {
+                Err(error) if error.raw_os_error() == Some(libc::EBUSY) && Instant::now() < end => {
+                    std::thread::sleep(Duration::from_millis(10));
+                }
+                outcome => break outcome,
+            }
+        };
+        match detached {
             Ok(()) => {}
             // The function was unbound or unplugged, and the region went with the last mapping.
             Err(error) if error.raw_os_error() == Some(libc::ENOTCONN) => {}

@@ -7,8 +7,8 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 
 use super::*;
 use crate::backend::MemoryHandles;
+use crate::backend::access::Access;
 use crate::backend::host::HostMemory;
-use crate::copy::CopyRoutines;
 use crate::store::Layout;
 
 const BLOCK: usize = BLOCK_BYTES as usize;
@@ -109,12 +109,13 @@ fn a_table_that_was_lost_is_rebuilt_from_the_memory() {
     unsafe { std::ptr::write_bytes(at, 0x77, BLOCK) };
     let table = table(layout.device_bytes());
     table.begin(7);
-    let (routines, stop) = (CopyRoutines::best(), AtomicBool::new(false));
-    let rebuild = || rebuild(&table, &layout, backend.chunks(), &routines, &stop).unwrap();
+    let stop = AtomicBool::new(false);
+    let access = || Access::open(&*backend, 0, BLOCK).unwrap();
+    let rebuild = || rebuild(&table, &layout, &mut access(), &stop).unwrap();
     table.set_unverified();
     assert_eq!(rebuild(), table.blocks() - 1, "all but what is written now");
     assert!(!table.is_unverified());
-    let look = |most| sample(&table, &layout, backend.chunks(), &routines, most).unwrap();
+    let look = |most| sample(&table, &layout, &mut access(), most).unwrap();
     let all = table.blocks() - 1;
     assert_eq!(
         look(u64::MAX),
