@@ -11,6 +11,7 @@ use ublk_vram::backend::{MemoryHandles, bench, cuda, footprint};
 use ublk_vram::control::RunDir;
 use ublk_vram::device::{DeviceName, DeviceSpec};
 use ublk_vram::safety::CgroupOutcome;
+use ublk_vram::session::handover;
 use ublk_vram::store::Layout;
 use ublk_vram::supervisor::{self, StartLine, StartPipe};
 use ublk_vram::{Error, ErrorKind, Result, safety, worker};
@@ -58,6 +59,13 @@ enum Command {
     /// Allocate and pin GPU memory for a server (started by it).
     #[command(name = cuda::SUBCOMMAND, hide = true)]
     MakeCudaRegion,
+    /// Try whether the memory that a specification (JSON, on standard input) names outlives the process
+    /// that made it. What the memory held is destroyed.
+    #[command(hide = true)]
+    Handover,
+    /// A process of that trial (started by it).
+    #[command(name = handover::SUBCOMMAND, hide = true)]
+    HandoverPart,
     /// Carry out swapoff for a server (started by it).
     #[command(name = worker::swapoff::SUBCOMMAND, hide = true)]
     SwapoffHelper,
@@ -82,6 +90,10 @@ fn main() -> ExitCode {
         Command::Conformance => conformance(),
         Command::BenchCopy => bench_copy(),
         Command::Footprint => footprint(),
+        Command::Handover => read_spec()
+            .and_then(handover::keeper)
+            .map(|text| print!("{text}")),
+        Command::HandoverPart => handover::part(),
         Command::MakeCudaRegion => cuda::maker_main(),
         Command::SwapoffHelper => worker::swapoff::helper_main(),
     };

@@ -128,6 +128,15 @@ impl<'a> Bench<'a> {
         }
     }
 
+    /// A bench on a backend that another process has filled ([`Bench::fill`]).
+    pub fn filled(backend: &'a dyn Backend, layout: Layout) -> Bench<'a> {
+        let bench = Bench::new(backend, layout);
+        for version in &bench.versions {
+            version.store(1, Ordering::Relaxed);
+        }
+        bench
+    }
+
     /// Writes every page of a part of the device once.
     ///
     /// # Errors

@@ -10,6 +10,7 @@
 //! Nothing here starts a process, touches a GPU or speaks to the driver.
 
 mod channel;
+pub mod handover;
 mod life;
 mod messages;
 mod name;

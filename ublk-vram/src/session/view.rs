@@ -4,11 +4,14 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::{Identity, Life, Regions, Session, map_checksums, map_stats};
-use crate::device::{ChecksumInfo, DeviceInfo, DeviceState, ServerInfo, StaticInfo};
+use crate::device::{ChecksumInfo, DeviceInfo, DeviceState, QueueInfo, ServerInfo, StaticInfo};
 use crate::engine::StatsTable;
 use crate::error::Result;
 use crate::safety;
 use crate::store::ChecksumTable;
+
+/// The word of [`crate::backend::vulkan::Residency::Evictable`].
+const EVICTABLE: &str = "evictable";
 
 /// The regions that `show` reads.
 pub struct View {
@@ -86,6 +89,7 @@ impl View {
         let mut memory = safety::memory_info(&processes, self.arena)?;
         memory.cost = memory.cost.saturating_sub(self.storage);
         let (queue, paths) = (self.stats.read(), fixed.paths.clone());
+        let (state, reason) = degraded(state, reason, &fixed, &queue);
         Ok(DeviceInfo {
             fixed,
             state,
@@ -100,5 +104,55 @@ impl View {
             carried: paths.map(|paths| paths.with(&queue)),
             queue,
         })
+    }
+}
+
+/// A live device whose memory the GPU's driver may move away is degraded once it is seen to be swap: under
+/// the pressure that makes the kernel swap, the driver takes memory to move it.
+fn degraded(
+    state: DeviceState,
+    reason: Option<String>,
+    fixed: &StaticInfo,
+    queues: &[QueueInfo],
+) -> (DeviceState, Option<String>) {
+    let is_swap = queues.iter().any(|queue| queue.swap_writes > 0);
+    let is_evictable = fixed.residency.as_deref() == Some(EVICTABLE);
+    if state != DeviceState::Live || !is_swap || !is_evictable {
+        return (state, reason);
+    }
+    let why = "it is swap, on memory that the GPU's driver may move away: it can hang the machine";
+    let reason = reason.map_or_else(|| why.to_owned(), |reason| format!("{reason}; {why}"));
+    (DeviceState::Degraded, Some(reason))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn swap_on_evictable_memory_is_degraded() {
+        let fixed = |residency: &str| {
+            StaticInfo {
+            residency: Some(residency.to_owned()),
+            ..serde_json::from_value(serde_json::json!({
+                "name": "t", "device": "/dev/ublkb0", "id": 0, "major": 1, "minor": 1, "size": 4096,
+                "backend": "vulkan", "gpu": null, "uuid": "", "queues": 1, "depth": 1, "max_io": 4096,
+                "chunk_size": 4096, "chunks": 1, "features": [], "copy": "", "pid": 1, "since": 0,
+            }))
+            .unwrap()
+        }
+        };
+        let seen = |residency: &str, state, swap_writes| {
+            let queue = QueueInfo {
+                swap_writes,
+                ..QueueInfo::default()
+            };
+            degraded(state, None, &fixed(residency), &[queue]).0
+        };
+        use DeviceState::{Degraded, Draining, Live};
+        assert_eq!(seen("evictable", Live, 1), Degraded);
+        assert_eq!(seen("evictable", Live, 0), Live);
+        assert_eq!(seen("evictable", Draining, 1), Draining);
+        assert_eq!(seen("pinned", Live, 1), Live);
     }
 }

@@ -198,8 +198,10 @@ impl Allocation {
                 device.api.destroy_buffer(before, None);
                 device.api.get_buffer_memory_requirements(buffer)
             };
-            // NVIDIA's driver (580) exports mapped memory of the card, and finds all of it again, but
-            // offers that memory only to buffers that do not declare it (docs/performance.md, "Vulkan").
+            // NVIDIA's driver (580) exports mapped memory of the card, and another process finds all of it
+            // again, but it offers that memory only to buffers that do not declare it. The specification
+            // wants the declaration (VUID-vkBindBufferMemory-memory-02726); what counts is that it was seen
+            // to work, by `ublk-vram handover` and the conformance suite (docs/performance.md).
             if needs.memory_type_bits & 1 << kind != 0 {
                 break;
             }
