@@ -114,7 +114,7 @@ pub fn cuda(kernel: &Kernel) -> Result<()> {
     let machine = Machine::boot(kernel, "kmod-cuda", 128, |vm| {
         vm.memory(768).tools(&["fio"])
     })?;
-    let add = "vramctl add d --backend cuda --size 96M --io-memory 8M";
+    let add = "vramctl add d --backend cuda --size 96M --io-memory 4M";
     machine.refused(add, 1, &["no CUDA driver"])?;
     machine.write_file("/usr/lib/libcuda.so.1", 0o755, &stub)?;
     machine.refused(add, 1, &["cannot pin", "open kernel module"])?;
@@ -135,7 +135,7 @@ pub fn cuda(kernel: &Kernel) -> Result<()> {
 
     let path = machine.add(
         "d",
-        "--backend cuda --gpu 0000:00:05.0 --size 96M --io-memory 8M",
+        "--backend cuda --gpu 0000:00:05.0 --size 96M --io-memory 4M",
     )?;
     let show = machine.show("d")?;
     ensure!(
@@ -160,7 +160,7 @@ pub fn cuda(kernel: &Kernel) -> Result<()> {
     ensure!(regions(&machine)? == "0", "the region went with its device");
 
     // Killed: what is left is found and wiped.
-    let path = machine.add("d", "--backend cuda --size 96M --io-memory 8M")?;
+    let path = machine.add("d", "--backend cuda --size 96M --io-memory 4M")?;
     machine.must(&format!(
         "dd if=/dev/urandom of={path} bs=1M count=4 oflag=direct 2>/dev/null"
     ))?;

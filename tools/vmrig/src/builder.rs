@@ -44,6 +44,15 @@ pub struct VmBuilder {
     grace: Duration,
 }
 
+/// What the console shows of it: the breakpoint that the kernel puts over an instruction while it changes
+/// it (text_poke_bp in arch/x86/kernel/alternative.c), met by a CPU that does not see the handler's table
+/// yet. Under multi-threaded TCG that happens to one boot in some hundred; it is no fault of the guest.
+const PATCHING_RACE: &str = "Oops: int3";
+
+fn is_patching_race(console: &str) -> bool {
+    console.contains(PATCHING_RACE)
+}
+
 impl VmBuilder {
     /// A machine with 512 MiB of memory and 2 CPUs, named after the current thread.
     pub fn new(kernel: &Kernel) -> Self {
@@ -200,17 +209,27 @@ impl VmBuilder {
         self
     }
 
-    /// Boots the machine and waits for its guest agent.
+    /// Boots the machine and waits for its guest agent. A boot that the emulator spoils is tried once more.
     ///
     /// # Errors
     /// [`Error::Host`] when something is missing on this host or a module did not load;
     /// [`Error::Panic`], [`Error::Died`] or [`Error::NoAnswer`] when the guest did not come up.
     pub fn boot(mut self) -> Result<Vm> {
-        let started = Instant::now();
         for index in 0..self.devices.len() {
             let (name, value) = (format!("VMRIG_DEVICE{index}"), devices::address(index));
             self.contents.environment.push((name, value));
         }
+        match self.boot_once() {
+            Err(Error::Panic { console, .. }) if is_patching_race(&console) => {
+                eprintln!("vmrig: booting again: {}", PATCHING_RACE);
+                self.boot_once()
+            }
+            outcome => outcome,
+        }
+    }
+
+    fn boot_once(&self) -> Result<Vm> {
+        let started = Instant::now();
         let mut asked = vec!["virtio_console"];
         asked.extend(self.devices.iter().filter_map(Device::module));
         asked.extend(self.contents.modules.iter().map(|(name, _)| name.as_str()));
