@@ -93,6 +93,24 @@ fn vulkan(kernel: &Kernel) -> Result<()> {
     };
     ensure!(carried("bar-store") > 0, "{shown}");
     ensure!(carried("dma") + carried("gather") > 0, "{shown}");
+    // Its memory outlives its worker: another one maps the descriptors that the supervisor holds.
+    ensure!(shown["mortal"].is_null(), "{shown}");
+    guest.must_within(
+        &format!(
+            "dd if=/dev/urandom of=/tmp/data bs=1M count=80 2>/dev/null \
+             && dd if=/tmp/data of={path} bs=1M oflag=direct 2>/dev/null && kill -9 {}",
+            shown["server"]["worker"]
+        ),
+        60,
+    )?;
+    guest.must_within(
+        &format!(
+            "dd if={path} of=/tmp/back bs=1M count=80 iflag=direct 2>/dev/null && cmp /tmp/data /tmp/back"
+        ),
+        60,
+    )?;
+    let shown = guest.show("v")?;
+    ensure!(shown["server"]["takeovers"] == 1, "{shown}");
     let text = guest.must("vramctl show v")?;
     ensure!(
         text.contains("bar-store") && text.contains("EXPECTED-US"),
