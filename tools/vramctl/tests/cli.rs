@@ -490,3 +490,65 @@ fn a_reader_that_goes_away_is_no_failure() {
     assert_eq!(output.status.code(), Some(1));
     assert!(String::from_utf8_lossy(&output.stderr).contains("cannot write to standard output"));
 }
+
+/// The whole path but the kernel's, on Vulkan in software: memory of both kinds, every byte looked at.
+#[test]
+fn the_engine_is_measured_on_vulkan_in_software() {
+    let bench = Bench::new();
+    let said = bench.vramctl(&[
+        "bench",
+        "engine",
+        "--backend",
+        "vulkan",
+        "--gpu",
+        "0",
+        "--allow-cpu-device",
+        "--size",
+        "48M",
+        "--chunk",
+        "16M",
+        "--gpu-mapped",
+        "16M",
+        "--rw",
+        "randread,randwrite,randrw",
+        "--block-size",
+        "4K,64K",
+        "--depth",
+        "1,8",
+        "--threads",
+        "2",
+        "--time",
+        "0.02",
+        "--json",
+    ]);
+    assert_eq!(said.status, 0, "{}", said.err);
+    let shown: serde_json::Value = serde_json::from_str(&said.out).unwrap();
+    let rows = shown["rows"].as_array().unwrap();
+    assert_eq!(rows.len(), 3 * 2 * 2 + 2, "{shown}");
+    for row in rows {
+        let outcome = &row["outcome"];
+        assert_eq!(
+            (&outcome["wrong"], &outcome["errors"]),
+            (&0.into(), &0.into()),
+            "{row}"
+        );
+        assert!(outcome["requests"].as_u64() > Some(0), "{row}");
+    }
+    let carried = |path: &str| rows.iter().any(|row| row["taken"][path].as_u64() > Some(0));
+    assert!(
+        carried("bar-store") && carried("bar-load") && carried("dma"),
+        "{shown}"
+    );
+    let said = bench.vramctl(&[
+        "bench",
+        "engine",
+        "--backend",
+        "host",
+        "--size",
+        "4M",
+        "--depth",
+        "4096",
+    ]);
+    assert_eq!(said.status, 2, "{}", said.err);
+    assert!(said.err.contains("do not fit"), "{}", said.err);
+}

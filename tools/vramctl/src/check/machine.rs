@@ -2,6 +2,7 @@
 
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
 use ublk_vram::backend::pci::{self, PciFunction};
+use ublk_vram::backend::vulkan::{self, Gpu, Residency};
 use ublk_vram::device::DeviceSpec;
 use ublk_vram::kmod::{NODE, Node, abi};
 use ublk_vram::safety;
@@ -28,6 +29,7 @@ pub(super) fn items(machine: &Machine) -> Vec<Item> {
         programs(),
         cost(),
     ];
+    items.extend(vulkan_gpus());
     items.extend(wsl2(machine));
     items
 }
@@ -76,6 +78,37 @@ fn memory_lock(machine: &Machine) -> Item {
 }
 
 /// It is optional: not having it is no fault.
+/// What the GPUs' drivers do with memory, one line for each GPU that Vulkan knows.
+fn vulkan_gpus() -> Vec<Item> {
+    match vulkan::list() {
+        Ok(gpus) if gpus.is_empty() => vec![Item::ok(GPU, "Vulkan knows none")],
+        Ok(gpus) => gpus.iter().map(gpu_memory).collect(),
+        Err(error) => vec![Item::ok(
+            GPU,
+            format!("not through Vulkan, which is needed for GPUs with a driver only: {error}"),
+        )],
+    }
+}
+
+const GPU: &str = "GPU memory";
+
+pub(super) fn gpu_memory(gpu: &Gpu) -> Item {
+    let what = format!("{} {}", gpu.label(), gpu.name);
+    match (gpu.usable(true), gpu.residency) {
+        (Err(error), _) => Item::ok(GPU, error.to_string()),
+        (Ok(()), Residency::Pinned) => Item::ok(GPU, format!("{what}: stays where it is (pinned)")),
+        (Ok(()), Residency::System) => Item::ok(
+            GPU,
+            format!("{what}: system memory; for tests (--allow-cpu-device)"),
+        ),
+        (Ok(()), Residency::Evictable) => Item::warn(
+            GPU,
+            format!("{what}: its driver may move memory away under pressure (evictable)"),
+            "use it as a scratch disk or a cache, not as swap",
+        ),
+    }
+}
+
 fn kernel_module(machine: &Machine) -> Item {
     const ITEM: &str = "kernel module";
     if !Node::is_there() {

@@ -175,3 +175,36 @@ fn compaction_by_its_switch() {
         assert_eq!(super::machine::compaction(&machine).status, status);
     }
 }
+
+#[test]
+fn memory_that_the_driver_may_move_is_no_safe_swap() {
+    use ublk_vram::backend::vulkan::{Gpu, GpuKind, Residency};
+    let gpu = |residency| Gpu {
+        name: "A Card".into(),
+        address: "03:00.0".parse().ok(),
+        uuid: String::new(),
+        vendor: 0,
+        device: 0,
+        driver: String::new(),
+        driver_version: String::new(),
+        kind: GpuKind::Discrete,
+        device_local: 8 << 30,
+        free: None,
+        host_visible: 8 << 30,
+        host_visible_budget: 8 << 30,
+        host_visible_free: 8 << 30,
+        max_allocation: 4 << 30,
+        max_allocations: 4096,
+        exportable: true,
+        engines: true,
+        display: false,
+        residency,
+        reason: None,
+    };
+    let item = super::machine::gpu_memory(&gpu(Residency::Pinned));
+    assert_eq!(item.status, Status::Ok);
+    assert!(item.detail.ends_with("(pinned)"), "{item:?}");
+    let item = super::machine::gpu_memory(&gpu(Residency::Evictable));
+    assert_eq!(item.status, Status::Warn);
+    assert!(item.detail.starts_with("0000:03:00.0 A Card"), "{item:?}");
+}

@@ -114,6 +114,34 @@ fn a_late_shader_is_dropped_at_once_and_proves_itself_by_probes() {
 }
 
 #[test]
+fn a_shader_that_is_late_again_and_again_returns_ever_more_rarely() {
+    let mut planner = Planner::new(h200(), 0.0);
+    let plain = h200().of(Path::Gather, Read).unwrap().time(64, 256 * KIB);
+    let mut now = 0.0;
+    let mut pauses = Vec::new();
+    for _ in 0..9 {
+        now += 2.0 * MS;
+        planner.observe(Path::Gather, Read, plain, Seen::exactly(2.0 * MS), now);
+        let late_at = now;
+        while planner.choose(&group(Read, 64, 4 * KIB), now) != Some(Path::Gather) {
+            now += 1.0 * MS;
+            if planner.probe_due(now) {
+                planner.probe_sent();
+                planner.probed(Seen::exactly(20e3), now);
+            }
+        }
+        pauses.push(now - late_at);
+        // One batch in time does not make up for it.
+        planner.observe(Path::Gather, Read, plain, Seen::exactly(plain), now);
+    }
+    assert!(pauses.is_sorted(), "{pauses:?}");
+    assert!(
+        pauses[0] < 60.0 * MS && pauses[8] > 4000.0 * MS,
+        "{pauses:?}"
+    );
+}
+
+#[test]
 fn a_shader_nobody_used_for_long_is_probed_before_it_is_used() {
     let mut planner = Planner::new(h200(), 0.0);
     let now = 10_000.0 * MS;

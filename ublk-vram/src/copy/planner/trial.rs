@@ -2,8 +2,9 @@
 
 use super::Seen;
 
-/// Nanoseconds above which a batch may be late: a quarter of the shortest time slice that was seen.
-pub(super) const LATE: f64 = 500e3;
+/// Nanoseconds above which a batch may be late: half of the time slice that was seen (2 ms). What waits for
+/// other batches of ours takes less.
+pub(super) const LATE: f64 = 1e6;
 /// And so many times what was expected.
 const LATE_FACTOR: f64 = 8.0;
 /// A record older than this proves nothing.
@@ -11,6 +12,9 @@ const FRESH: f64 = 1e9;
 /// The first pause after being late, and the longest.
 const FIRST_PAUSE: f64 = 50e6;
 const LONGEST_PAUSE: f64 = 5e9;
+/// In time for so long, and the next pause is a first one again. Whoever computes with gaps between lets
+/// probes through all the time; each return costs somebody a time slice, so returns must become rare.
+const FORGIVEN: f64 = 10e9;
 /// Probes in a row that must be in time after being late.
 const PROOFS: u8 = 3;
 
@@ -21,6 +25,7 @@ pub struct Trial {
     good_at: f64,
     /// No probe before this.
     pause_until: f64,
+    late_at: f64,
     pause: f64,
     /// Probes in time that are still missing.
     missing: u8,
@@ -35,6 +40,7 @@ impl Trial {
         Trial {
             good_at: now,
             pause_until: 0.0,
+            late_at: now,
             pause: FIRST_PAUSE,
             missing: if was_late { PROOFS } else { 0 },
             wanted: false,
@@ -90,13 +96,16 @@ impl Trial {
         }
         if self.missing == 0 && !is_late(expected, seen.by) {
             self.good_at = now;
-            self.pause = FIRST_PAUSE;
+            if now - self.late_at > FORGIVEN {
+                self.pause = FIRST_PAUSE;
+            }
         }
         true
     }
 
     fn late(&mut self, now: f64) {
         self.missing = PROOFS;
+        self.late_at = now;
         self.pause_until = now + self.pause;
         self.pause = (self.pause * 2.0).min(LONGEST_PAUSE);
     }
