@@ -5,7 +5,7 @@
 //! host-visible is the GPU's own memory in its PCI aperture (Resizable BAR); the driver maps it
 //! write-combined, and the CPU's streaming copies are the fastest way to it for writes and for small
 //! reads. Copy engines and, for deep queues, a compute shader are faster for the rest, and reach the
-//! memory that the aperture does not show. [`queue`] asks the planner for each batch.
+//! memory that the aperture does not show. `queue` asks the planner for each batch.
 //!
 //! What it promises:
 //! - The GPU that the user names is used, or refused with the reason ([`list`] gives it beforehand).
