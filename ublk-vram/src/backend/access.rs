@@ -64,7 +64,7 @@ impl Access {
         self.copy(Direction::Write, chunk, offset, bytes.len(), at)
     }
 
-    /// Writes `len` zeroes at `offset` of a chunk; any length.
+    /// Writes `len` zeroes at `offset` of a chunk; a multiple of four where the CPU does not reach them.
     ///
     /// # Errors
     /// As [`Access::write`].

@@ -313,6 +313,8 @@ pub enum MemoryDescription {
     },
     /// The BAR's sysfs file, and the lock of the BAR.
     Pci(pci::PciDescription),
+    /// The kernel module's node, attached to the region.
+    Cuda(cuda::CudaDescription),
     /// One OPAQUE_FD for each chunk.
     Vulkan(Box<vulkan::VulkanDescription>),
 }
@@ -323,6 +325,7 @@ impl MemoryDescription {
         match self {
             MemoryDescription::Host { chunks } => *chunks as usize,
             MemoryDescription::Pci(_) => pci::PciDescription::FDS,
+            MemoryDescription::Cuda(_) => 1,
             MemoryDescription::Vulkan(description) => description.chunks as usize,
         }
     }
@@ -396,10 +399,7 @@ impl MemoryHandles {
         match self {
             MemoryHandles::Host(memory) => memory.export(),
             MemoryHandles::Pci(memory) => memory.export(),
-            MemoryHandles::Cuda(_) => Err(Error::new(
-                ErrorKind::Unsupported,
-                "memory of the CUDA backend does not survive its worker yet",
-            )),
+            MemoryHandles::Cuda(memory) => memory.export(),
             MemoryHandles::Vulkan(memory) => memory.export(),
         }
     }
@@ -417,6 +417,9 @@ impl MemoryHandles {
             MemoryDescription::Pci(description) => {
                 pci::PciMemory::import(description, fds).map(MemoryHandles::Pci)
             }
+            MemoryDescription::Cuda(description) => {
+                cuda::CudaMemory::import(description, fds).map(MemoryHandles::Cuda)
+            }
             MemoryDescription::Vulkan(description) => {
                 let memory = vulkan::VulkanMemory::import(*description, fds)?;
                 Ok(MemoryHandles::Vulkan(Box::new(memory)))
@@ -427,15 +430,19 @@ impl MemoryHandles {
     /// Takes the place of an exporter that is gone: what was changed for imported memory is set back
     /// when this is dropped.
     pub fn own(&mut self) {
-        if let MemoryHandles::Pci(memory) = self {
-            memory.set_owner(true);
-        }
+        self.set_owner(true);
     }
 
     /// Leaves everything as it is when this is dropped.
     pub fn disown(&mut self) {
-        if let MemoryHandles::Pci(memory) = self {
-            memory.set_owner(false);
+        self.set_owner(false);
+    }
+
+    fn set_owner(&mut self, owner: bool) {
+        match self {
+            MemoryHandles::Pci(memory) => memory.set_owner(owner),
+            MemoryHandles::Cuda(memory) => memory.set_owner(owner),
+            MemoryHandles::Host(_) | MemoryHandles::Vulkan(_) => {}
         }
     }
 
@@ -480,7 +487,7 @@ impl MemoryHandles {
         let address = match self {
             MemoryHandles::Host(_) => None,
             MemoryHandles::Pci(memory) => Some(memory.address()),
-            MemoryHandles::Cuda(_) => None,
+            MemoryHandles::Cuda(memory) => memory.address(),
             MemoryHandles::Vulkan(memory) => memory.gpu().address,
         };
         address.map(Presence::of).transpose()

@@ -212,7 +212,7 @@ impl Engine {
             self.ended.push_back(index);
         }
         let in_flight = self.backend.in_flight() as u64;
-        if in_flight > 0 && !self.is_abandoned {
+        if (in_flight > 0 || self.backend.should_poll()) && !self.is_abandoned {
             let mut completions = std::mem::take(&mut self.completions);
             completions.clear();
             self.backend.poll(&mut completions);

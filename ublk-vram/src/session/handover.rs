@@ -4,7 +4,7 @@
 //! ```text
 //!   maker     makes the memory, fills it, hands it over        killed (SIGKILL)
 //!   keeper    holds descriptors and a description, no GPU library
-//!   heir      maps the memory again and looks at every byte
+//!   heir      maps the memory again and looks at every byte that was filled
 //! ```
 //!
 //! It is the way a server goes when its worker dies, with the same messages' parts.

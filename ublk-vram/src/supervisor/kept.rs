@@ -15,7 +15,7 @@ use crate::store::shared::SharedMapping;
 const HEAP_RESERVE: usize = 512 << 10;
 
 /// Regions that every device has, and that this process maps for its own use.
-const OWN_REGIONS: [&str; 4] = ["io", "life", "state", "tags"];
+const OWN_REGIONS: [&str; 5] = ["checksums", "io", "life", "state", "tags"];
 
 /// Everything that must outlive a worker, mapped where it is memory of ours: the caller locks it.
 pub(super) struct Kept {

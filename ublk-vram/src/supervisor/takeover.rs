@@ -63,6 +63,8 @@ pub(super) struct Takeover {
     pub(super) lost: Option<Error>,
     /// The memory was to be wiped once already.
     was_wiped: bool,
+    /// The device was found lost: that it cannot be wiped is no surprise then.
+    is_gone: bool,
 }
 
 impl Machine {
@@ -299,6 +301,10 @@ impl Machine {
             self.set_state(DeviceState::Recovering, None);
         }
         self.set_state(DeviceState::Lost, Some(error.message.clone()));
+        self.takeover.is_gone = true;
+        for slot in std::mem::take(&mut self.restarts) {
+            reply(slot, Err(error.clone()));
+        }
         self.say_failed(error);
         if let Some(id) = self.device {
             let _ = self.chores.send(Chore::End(id));
@@ -318,6 +324,12 @@ impl Machine {
 
     pub(super) fn recover(&mut self, slot: ReplySlot) {
         let state = self.state();
+        if self.is_lost_alone() {
+            let why = self.status.current().reason.clone().unwrap_or_default();
+            let error = format!("the device is lost, and its contents with it: {why}");
+            reply(slot, Err(Error::new(ErrorKind::Io, error)));
+            return;
+        }
         if state.is_served() {
             // Whatever it was, it is over.
             reply(slot, Ok(()));
@@ -407,6 +419,11 @@ impl Machine {
         self.takeover.fail_at = None;
         self.takeover.deadline = None;
         self.takeover.is_wanted = false;
+        if self.takeover.was_wiped && self.takeover.is_gone {
+            tracing::warn!("the memory of a lost device was not wiped: {why}");
+            self.end = Some(End::Done);
+            return;
+        }
         if self.takeover.was_wiped {
             let error = format!("the memory could not be wiped: {why}");
             self.end = Some(End::LeftBehind(Error::new(ErrorKind::Io, error)));
@@ -423,8 +440,12 @@ impl Machine {
 
     pub(super) fn disk_ended(&mut self, outcome: Result<()>) {
         if self.state() != DeviceState::Stopping {
-            // A lost device's disk; its memory waits for the removal.
-            outcome.unwrap_or_else(|error| tracing::error!("{error}"));
+            // A lost device's disk; its memory waits for the removal. The number may be another device's
+            // from now on.
+            match outcome {
+                Ok(()) => self.device = None,
+                Err(error) => tracing::error!("{error}"),
+            }
             return;
         }
         let wiped = outcome.and_then(|()| {

@@ -20,7 +20,7 @@ use crate::store::checksum::{rebuild, sample};
 const SAMPLE_BLOCKS: u64 = 64;
 
 /// From here on a mapping that is taken away is an error, and not the end of the process.
-pub(super) fn guard_memory(backend: &dyn Backend) {
+pub(crate) fn guard_memory(backend: &dyn Backend) {
     bus_error::watch(backend.chunks().iter().filter_map(|chunk| {
         let mapping = chunk.mapping.as_ref()?;
         let first = mapping.at(0, mapping.len())?;
@@ -93,5 +93,6 @@ pub(super) fn check_contents(
             sample.bad, sample.checked
         ));
     }
-    Ok(found.is_new)
+    // A rebuild that an earlier worker has begun goes on.
+    Ok(found.is_new || table.is_unverified())
 }

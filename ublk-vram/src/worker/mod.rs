@@ -95,6 +95,12 @@ fn begin_work(
             let memory = MemoryHandles::import(description, take_fds(&mut fds, count)?)?;
             (memory, true)
         }
+        None if !matches!(begin.role, Role::Maker) => {
+            return Err(Error::new(
+                ErrorKind::Io,
+                "the device's memory was not handed over",
+            ));
+        }
         None => (
             MemoryHandles::create(&identity.spec.backend, &identity.layout()?)?,
             false,
@@ -128,6 +134,7 @@ fn channel_of_events() -> (
 /// Wipes what a device held whose worker died after its disk was gone.
 fn wipe(session: &Session, link: &Link) -> Result<()> {
     let backend = session.memory.open(&session.layout)?;
+    memory::guard_memory(&*backend);
     zero_and_check(&*backend)?;
     link.report(&Report::Ended(None));
     Ok(())

@@ -10,14 +10,17 @@
 mod driver;
 mod maker;
 
+use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
 use maker::{GPU_PAGE, Order};
 pub use maker::{SUBCOMMAND, main as maker_main};
+use serde::{Deserialize, Serialize};
 
 use super::mapped::MappedQueue;
-use super::{Backend, BackendQueue, ChunkMemory, Mapping, QueueId};
+use super::pci::{PciAddress, detach};
+use super::{Backend, BackendQueue, ChunkMemory, Exported, Mapping, MemoryDescription, QueueId};
 use crate::copy::CopyRoutines;
 use crate::error::{Error, ErrorKind, Result};
 use crate::kmod::{NODE, Node, RegionMapping, abi};
@@ -32,6 +35,16 @@ const RESERVE: u64 = 1 << 30;
 pub struct CudaMemory {
     node: Node,
     region: abi::Region,
+    gpu: String,
+    /// Whether it is for this process to end the region.
+    owner: bool,
+}
+
+/// A region as another process is told of it; the descriptor of the node that goes with it is attached.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct CudaDescription {
+    region: u32,
     gpu: String,
 }
 
@@ -86,7 +99,62 @@ impl CudaMemory {
                 error,
             )
         })?;
-        Ok(CudaMemory { node, region, gpu })
+        Ok(CudaMemory {
+            node,
+            region,
+            gpu,
+            owner: true,
+        })
+    }
+
+    /// The region for another process; ending it stays this one's.
+    ///
+    /// # Errors
+    /// There are no descriptors left.
+    pub fn export(&self) -> Result<Exported> {
+        let fd = self.node.as_fd().try_clone_to_owned();
+        let fd = fd.map_err(|error| Error::os(format!("dup of {NODE}"), error))?;
+        Ok(Exported {
+            description: MemoryDescription::Cuda(CudaDescription {
+                region: self.region.id,
+                gpu: self.gpu.clone(),
+            }),
+            fds: vec![fd],
+        })
+    }
+
+    /// The region that another process exported: the attachment belongs to the open file.
+    ///
+    /// # Errors
+    /// The descriptor is missing, or there is no such region any more.
+    pub fn import(description: CudaDescription, fds: Vec<OwnedFd>) -> Result<CudaMemory> {
+        let id = description.region;
+        let Ok([node]) = <[OwnedFd; 1]>::try_from(fds) else {
+            return Err(Error::new(
+                ErrorKind::Io,
+                "a region of the kernel module came without its descriptor",
+            ));
+        };
+        let node = Node::from(node);
+        let region = node
+            .stat(id)
+            .map_err(|error| Error::os(format!("region {id} of the kernel module"), error))?;
+        Ok(CudaMemory {
+            node,
+            region,
+            gpu: description.gpu,
+            owner: false,
+        })
+    }
+
+    /// Whether it is for this process to end the region.
+    pub fn set_owner(&mut self, owner: bool) {
+        self.owner = owner;
+    }
+
+    /// Where the GPU is.
+    pub fn address(&self) -> Option<PciAddress> {
+        self.gpu.parse().ok()
     }
 
     /// Maps the chunks of `layout`, one after the other from the region's first byte.
@@ -119,8 +187,11 @@ impl CudaMemory {
 
 impl Drop for CudaMemory {
     fn drop(&mut self) {
+        if !self.owner {
+            return;
+        }
         // There is nobody to tell; a region that stays is listed, and `wipe_orphan` finds it.
-        let _ = self.node.detach();
+        let _ = detach(&self.node);
         let _ = self.node.destroy(self.region.id);
     }
 }

@@ -39,6 +39,7 @@ pub use address::PciAddress;
 pub use claim::{PciMemory, available};
 pub use export::PciDescription;
 pub use function::{Bar, PciFunction, list, list_at};
+pub(super) use module::detach;
 pub use orphan::wipe_orphan;
 
 use super::mapped::MappedQueue;

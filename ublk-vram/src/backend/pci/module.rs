@@ -169,16 +169,7 @@ impl ModuleRegion {
     /// [`ErrorKind::Busy`] while it is mapped.
     pub(super) fn release(&self) -> Result<()> {
         let failed = |error| Error::os("cannot end a region of the kernel module", error);
-        let end = Instant::now() + STILL_MAPPED;
-        let detached = loop {
-            match self.node.detach() {
-                Err(error) if error.raw_os_error() == Some(libc::EBUSY) && Instant::now() < end => {
-                    std::thread::sleep(Duration::from_millis(10));
-                }
-                outcome => break outcome,
-            }
-        };
-        match detached {
+        match detach(&self.node) {
             Ok(()) => {}
             // The function was unbound or unplugged, and the region went with the last mapping.
             Err(error) if error.raw_os_error() == Some(libc::ENOTCONN) => {}
@@ -187,6 +178,22 @@ impl ModuleRegion {
         match self.node.destroy(self.region.id) {
             Err(error) if error.raw_os_error() != Some(libc::ENOENT) => Err(failed(error)),
             _ => Ok(()),
+        }
+    }
+}
+
+/// Detaches from a region as soon as no process maps it any more.
+///
+/// # Errors
+/// As the kernel has them; EBUSY if it is still mapped after a while.
+pub(in crate::backend) fn detach(node: &Node) -> std::io::Result<()> {
+    let end = Instant::now() + STILL_MAPPED;
+    loop {
+        match node.detach() {
+            Err(error) if error.raw_os_error() == Some(libc::EBUSY) && Instant::now() < end => {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            outcome => return outcome,
         }
     }
 }

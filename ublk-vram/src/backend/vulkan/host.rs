@@ -21,6 +21,15 @@ pub(super) struct HostSide {
     staging: Option<Mapping>,
 }
 
+impl Drop for HostSide {
+    fn drop(&mut self) {
+        if self.allocation.is_abandoned() {
+            // An engine may still write there.
+            std::mem::forget(self.memory.clone());
+        }
+    }
+}
+
 impl HostSide {
     /// Shows `memory` to the engines; `is_imported` false asks for staging.
     ///

@@ -206,7 +206,9 @@ impl Allocation {
                 break;
             }
         }
-        if needs.memory_type_bits & 1 << kind == 0
+        // Imported memory is exactly as large as it is.
+        if (matches!(source, Source::Host(_)) && needs.size != size)
+            || needs.memory_type_bits & 1 << kind == 0
             || needs.size > size.next_multiple_of(needs.alignment)
         {
             return Err(Error::new(
@@ -261,6 +263,11 @@ impl Allocation {
             allocation.address = unsafe { device.api.get_buffer_device_address(&info) };
         }
         Ok(allocation)
+    }
+
+    /// Whether an engine may still use it, whatever becomes of this process's handles.
+    pub(super) fn is_abandoned(&self) -> bool {
+        self.device.is_abandoned()
     }
 
     /// Maps `size` bytes for as long as the mapping lives. To be called once, on a host-visible type.

@@ -117,6 +117,15 @@ pub struct VulkanMemory {
     exported: Mutex<Option<Kept>>,
 }
 
+fn copies(fds: &[OwnedFd]) -> Result<Vec<OwnedFd>> {
+    fds.iter()
+        .map(|fd| {
+            fd.try_clone()
+                .map_err(|error| Error::os("dup of a descriptor of GPU memory", error))
+        })
+        .collect()
+}
+
 /// Memory of a GPU as one process hands it to another.
 type Kept = (VulkanDescription, Vec<OwnedFd>);
 
@@ -189,14 +198,13 @@ impl VulkanMemory {
     }
 
     /// What another process needs to find this memory again, its contents untouched. The memory lives as
-    /// long as these descriptors, whatever becomes of this process. To be asked for once, when the memory
-    /// is there.
+    /// long as these descriptors, whatever becomes of this process. To be asked for when the memory is there.
     ///
     /// # Errors
     /// [`ErrorKind::Unsupported`] if the driver hands no memory to other processes.
     pub fn export(&self) -> Result<super::Exported> {
-        let mut exported = self.exported.lock().unwrap_or_else(PoisonError::into_inner);
-        let (description, fds) = exported.take().ok_or_else(|| {
+        let exported = self.exported.lock().unwrap_or_else(PoisonError::into_inner);
+        let (description, fds) = exported.as_ref().ok_or_else(|| {
             Error::new(
                 ErrorKind::Unsupported,
                 format!(
@@ -206,8 +214,8 @@ impl VulkanMemory {
             )
         })?;
         Ok(super::Exported {
-            description: super::MemoryDescription::Vulkan(Box::new(description)),
-            fds,
+            description: super::MemoryDescription::Vulkan(Box::new(description.clone())),
+            fds: copies(fds)?,
         })
     }
 
@@ -220,7 +228,13 @@ impl VulkanMemory {
     pub fn open(&self, layout: &Layout) -> Result<VulkanBackend> {
         let mut imported = self.imported.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((description, fds)) = imported.take() {
-            return self.map_again(layout, &description, fds);
+            // What the driver is given it keeps: copies go on to whoever asks this process.
+            allow_descriptors(2 * fds.len())?;
+            let kept = copies(&fds)?;
+            let backend = self.map_again(layout, &description, fds)?;
+            let mut exported = self.exported.lock().unwrap_or_else(PoisonError::into_inner);
+            *exported = Some((description, kept));
+            return Ok(backend);
         }
         let most_mapped = self.spec.mapped.unwrap_or(u64::MAX);
         let chunks = memory::allocate(&self.device, layout, most_mapped)?;
@@ -264,11 +278,13 @@ impl VulkanMemory {
 
     fn with_chunks(&self, chunks: Vec<Chunk>) -> Result<VulkanBackend> {
         let has_shader = self.device.can.address && !self.device.compute_queues.is_empty();
-        let shader = if has_shader {
-            Some(Arc::new(Pipeline::new(&self.device)?))
-        } else {
-            None
-        };
+        // It is never the only way: a GPU that does not run it does without.
+        let shader = has_shader.then(|| Pipeline::new(&self.device));
+        let shader = shader.and_then(|made| {
+            made.inspect_err(|error| tracing::warn!("{error}: copies go without it"))
+                .ok()
+                .map(Arc::new)
+        });
         let (memory, allocations): (Vec<_>, Vec<_>) = chunks
             .into_iter()
             .map(|chunk| (chunk.memory, chunk.allocation))

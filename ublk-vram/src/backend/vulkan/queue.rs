@@ -41,6 +41,8 @@ const GATHER_FLYING: usize = 2;
 pub(super) const BATCH_COPIES: usize = 32;
 /// What the planner believes is shown once in so many polls: that takes as long as a small write.
 const SHOW_EVERY: u32 = 256;
+/// No request is shorter.
+const SECTOR: u32 = 512;
 /// Smaller copies than this, and larger ones, are planned apart.
 const SMALL: u32 = 16 << 10;
 
@@ -239,6 +241,11 @@ impl VulkanQueue {
         let Some(engines) = &self.engines else {
             return able;
         };
+        if is_mapped && copy.len < SECTOR {
+            // Only canaries are so short, and they are to go the way on which a dead bus shows: what an
+            // engine cannot read does not end.
+            return able;
+        }
         if copy.direction == Direction::Zero {
             // vkCmdFillBuffer writes words; the CPU is as fast where it can.
             let is_filled = copy.offset.is_multiple_of(4) && copy.len.is_multiple_of(4);
@@ -330,6 +337,7 @@ impl VulkanQueue {
             let batch = Batch {
                 direction: Direction::Read,
                 plain: 0.0,
+                own: 0.0,
             };
             if gather.probe(chunk.address, batch) {
                 self.planner.probe_sent();
@@ -392,12 +400,20 @@ impl VulkanQueue {
                 let outcome = match (path, &mut engines.gather) {
                     (Path::Gather, Some(gather)) => {
                         let plain = gather.backlog() + own;
-                        let batch = Batch { direction, plain };
+                        let batch = Batch {
+                            direction,
+                            plain,
+                            own,
+                        };
                         Ok(gather.start(&self.parts, batch))
                     }
                     _ => {
                         let plain = engines.copy.backlog() + own;
-                        let batch = Batch { direction, plain };
+                        let batch = Batch {
+                            direction,
+                            plain,
+                            own,
+                        };
                         engines.copy.start(&self.parts, batch)
                     }
                 };
@@ -480,10 +496,13 @@ impl VulkanQueue {
             match (ended.result, parts.is_empty()) {
                 // A probe is the one batch without copies.
                 (Ok(()), true) => planner.probed(ended.seen, now),
+                // Zeroes cross no bus: they say nothing of writes.
+                (Ok(()), false) if parts.iter().any(|part| part.direction == Direction::Zero) => {}
                 (Ok(()), false) => {
                     planner.observe(path, direction, ended.batch.plain, ended.seen, now);
                 }
-                (Err(_), _) => {}
+                (Err(_), true) => planner.probe_failed(now),
+                (Err(_), false) => {}
             }
             for part in parts {
                 let is_read = part.direction == Direction::Read;
@@ -616,7 +635,10 @@ impl BackendQueue for VulkanQueue {
 
     fn should_poll(&self) -> bool {
         let is_ready = !self.done.is_empty() || !self.by_cpu.is_empty() || !self.arrived.is_empty();
-        is_ready || (self.flying() > 0 && !self.asleep)
+        // An answered waker is a reason to look: perhaps for a probe, which no copy waits for.
+        let engines = self.engines.as_ref();
+        let is_answered = engines.is_some_and(|engines| !engines.waker.is_armed());
+        is_ready || (self.flying() > 0 && (!self.asleep || is_answered))
     }
 
     fn completion_fd(&self) -> Option<RawFd> {

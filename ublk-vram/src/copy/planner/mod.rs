@@ -291,6 +291,11 @@ impl Planner {
         }
     }
 
+    /// Takes note that a probe could not be made, or failed.
+    pub fn probe_failed(&mut self, now: f64) {
+        self.gather.probe_failed(now);
+    }
+
     /// How much slower than at the start `path` is believed to be.
     pub fn slowdown(&self, path: Path, direction: Direction, now: f64) -> f64 {
         self.drift(path, direction).now(now)

@@ -88,6 +88,12 @@ impl Trial {
         // Otherwise nobody looked in time: it proves nothing.
     }
 
+    /// A probe failed: that counts as late.
+    pub fn probe_failed(&mut self, now: f64) {
+        self.probing = false;
+        self.late(now);
+    }
+
     /// It carried copies. False if it was late.
     pub fn carried(&mut self, expected: f64, seen: Seen, now: f64) -> bool {
         if is_late(expected, seen.after) {

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use ash::vk;
 
-use super::{EngineQueue, Job, REFUSED, SENT};
+use super::{EngineQueue, Job, REFUSED, SENT, WAITING};
 use crate::backend::vulkan::device::Device;
 use crate::backend::vulkan::loader::failed;
 use crate::backend::{Direction, GONE};
@@ -42,6 +42,8 @@ pub(in crate::backend::vulkan) struct Batch {
     pub direction: Direction,
     /// What the planner's costs say of it, together with what was in flight before it; nanoseconds.
     pub plain: f64,
+    /// Its own part of that; 0 for a probe.
+    pub own: f64,
 }
 
 /// A batch that has ended, one way or the other.
@@ -127,6 +129,7 @@ impl Slots {
                 batch: Batch {
                     direction: Direction::Read,
                     plain: 0.0,
+                    own: 0.0,
                 },
                 sent: Instant::now(),
             })
@@ -156,7 +159,7 @@ impl Slots {
         };
         self.last += 1;
         slot.value = self.last;
-        slot.fate.store(SENT, Ordering::Relaxed);
+        slot.fate.store(WAITING, Ordering::Relaxed);
         slot.parts.clear();
         slot.parts.extend_from_slice(parts);
         slot.batch = batch;
@@ -179,10 +182,11 @@ impl Slots {
         self.flying.len()
     }
 
-    /// What the batches in flight cost, together: of the last one, with all before it.
+    /// What the batches in flight cost, together.
     pub(super) fn backlog(&self) -> f64 {
-        let newest = self.flying.back().and_then(|index| self.slots.get(*index));
-        newest.map_or(0.0, |slot| slot.batch.plain)
+        let flying = self.flying.iter();
+        let slots = flying.filter_map(|index| self.slots.get(*index));
+        slots.map(|slot| slot.batch.own).sum()
     }
 
     /// The semaphore, and the value that the oldest batch in flight will give it.
@@ -208,7 +212,12 @@ impl Slots {
             let Some(slot) = self.slots.get_mut(index) else {
                 break;
             };
-            let result = if slot.fate.load(Ordering::Acquire) == REFUSED || is_lost {
+            let fate = slot.fate.load(Ordering::Acquire);
+            if fate == WAITING {
+                // Still in the hands of the thread that owns the queue, which is about to pass it on.
+                break;
+            }
+            let result = if fate == REFUSED || is_lost {
                 // A lost GPU executes nothing any more (Vulkan, "Lost Device").
                 Err(if is_lost { GONE } else { libc::EIO })
             } else if reached.is_ok_and(|reached| reached >= slot.value) {
@@ -234,6 +243,16 @@ impl Slots {
 
 impl Drop for Slots {
     fn drop(&mut self) {
+        let is_waiting = |index: &usize| {
+            let slot = self.slots.get(*index);
+            slot.is_some_and(|slot| slot.fate.load(Ordering::Acquire) == WAITING)
+        };
+        let end = Instant::now() + CLOSE_LIMIT;
+        while self.flying.iter().any(is_waiting) && Instant::now() < end {
+            std::thread::yield_now();
+        }
+        // What was refused never ends, and never began.
+        self.collect(|_, _| {});
         let has_work = !self.flying.is_empty() && !self.device.is_lost();
         if has_work {
             let semaphores = [self.timeline];

@@ -33,10 +33,12 @@ const RING: usize = 4096;
 /// Submissions passed to the driver in one call.
 const TOGETHER: usize = 16;
 
-/// What became of a submission: it is on its way to the engine.
+/// What became of a submission: the engine has it.
 const SENT: u8 = 0;
 /// The driver refused it; it will never run.
 const REFUSED: u8 = 1;
+/// It is in the ring, or in the hands of the queue's owner.
+const WAITING: u8 = 2;
 
 /// A recorded command buffer to be run.
 pub(super) struct Job {
@@ -104,11 +106,15 @@ impl EngineQueue {
                 return;
             }
             let outcome = self.send(device, &jobs, count);
-            if let Err(result) = outcome {
-                device.note(result);
-                for job in jobs.iter().flatten() {
-                    job.fate.store(REFUSED, Ordering::Release);
+            let fate = match outcome {
+                Ok(()) => SENT,
+                Err(result) => {
+                    device.note(result);
+                    REFUSED
                 }
+            };
+            for job in jobs.iter().flatten() {
+                job.fate.store(fate, Ordering::Release);
             }
         }
     }

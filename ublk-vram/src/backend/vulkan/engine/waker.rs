@@ -19,7 +19,7 @@ use crate::error::{Error, Result};
 
 /// Engines a queue thread has work on.
 const ENGINES: usize = 2;
-/// One wait is so long at most, so that the thread can be told to end.
+/// One wait is so long at most: then the queue thread looks, and this one can be told to end.
 const WAIT_NS: u64 = 100_000_000;
 const STACK_BYTES: usize = 256 << 10;
 
@@ -145,8 +145,9 @@ impl Shared {
         // SAFETY: the semaphores belong to lanes of the queue that owns this waker, which is dropped
         // (and its thread joined) before them.
         match unsafe { self.device.api.wait_semaphores(&info, WAIT_NS) } {
-            Err(vk::Result::TIMEOUT) => false,
-            Ok(()) => true,
+            // After a while without an end the queue thread looks for itself: a batch that was refused
+            // never reaches its value.
+            Ok(()) | Err(vk::Result::TIMEOUT) => true,
             Err(result) => {
                 self.device.note(result);
                 true
