@@ -106,14 +106,6 @@ impl Session {
         self.shared_region("io", self.shape.arena_bytes())
     }
 
-    /// Maps the checksums, if the device has them.
-    ///
-    /// # Errors
-    /// As [`Session::shared_region`].
-    pub fn map_checksums(&self) -> Result<Option<ChecksumTable>> {
-        map_checksums(&self.regions, &self.spec, self.layout.device_bytes())
-    }
-
     /// Maps the region `name` of `bytes` bytes: memory that outlives the worker. The first worker
     /// that asks finds zeroes; every later one what the last one left there. Asked for while the
     /// device is made, before memory is locked: from then on every process of the server has it in

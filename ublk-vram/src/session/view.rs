@@ -4,14 +4,12 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::{Identity, Life, Regions, Session, map_checksums, map_stats};
+use crate::backend::vulkan::Residency;
 use crate::device::{ChecksumInfo, DeviceInfo, DeviceState, QueueInfo, ServerInfo, StaticInfo};
 use crate::engine::StatsTable;
 use crate::error::Result;
 use crate::safety;
 use crate::store::ChecksumTable;
-
-/// The word of [`crate::backend::vulkan::Residency::Evictable`].
-const EVICTABLE: &str = "evictable";
 
 /// The regions that `show` reads.
 pub struct View {
@@ -116,7 +114,7 @@ fn degraded(
     queues: &[QueueInfo],
 ) -> (DeviceState, Option<String>) {
     let is_swap = queues.iter().any(|queue| queue.swap_writes > 0);
-    let is_evictable = fixed.residency.as_deref() == Some(EVICTABLE);
+    let is_evictable = fixed.residency.as_deref() == Some(Residency::Evictable.as_str());
     if state != DeviceState::Live || !is_swap || !is_evictable {
         return (state, reason);
     }

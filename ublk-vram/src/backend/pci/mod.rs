@@ -17,7 +17,7 @@
 //! memory is then taken away, with SIGBUS, the moment the function goes.
 //!
 //! Without it, a function that is removed in sysfs, or whose link fails, leaves the mapping in place: reads of it
-//! give all ones and writes go nowhere, without a signal. [`PciMemory::present`] tells.
+//! give all ones and writes go nowhere, without a signal. `health` looks for that.
 
 mod address;
 mod claim;
