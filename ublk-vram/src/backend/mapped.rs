@@ -6,10 +6,15 @@
 //! of the batch is handed out.
 
 use std::collections::VecDeque;
+use std::ptr::NonNull;
+use std::sync::Arc;
 
-use super::{BackendQueue, ChunkMemory, Completion, Copy, Direction, GONE};
+use super::{BackendQueue, ChunkMemory, Completion, Copy, Direction, GONE, Mapping};
 use crate::copy::CopyRoutines;
+use crate::error::{Error, ErrorKind, Result};
 use crate::safety::bus_error;
+use crate::store::Layout;
+use crate::store::shared::SharedMapping;
 
 /// A queue that copies with the CPU.
 pub struct MappedQueue {
@@ -30,7 +35,7 @@ impl MappedQueue {
 
     /// # Safety
     /// As [`BackendQueue::submit`].
-    unsafe fn copy(&mut self, copy: &Copy, chunk: &ChunkMemory) -> Result<u32, i32> {
+    unsafe fn copy(&mut self, copy: &Copy, chunk: &ChunkMemory) -> std::result::Result<u32, i32> {
         let len = copy.len as usize;
         let Some(device) = chunk.at(copy.offset, len) else {
             return Err(libc::EIO);
@@ -77,4 +82,32 @@ impl BackendQueue for MappedQueue {
     fn in_flight(&self) -> usize {
         self.done.len()
     }
+}
+
+/// Cuts the mapping into the chunks of `layout`; the last of them unmaps it.
+pub(super) fn carve(mapping: SharedMapping, layout: &Layout) -> Result<Vec<ChunkMemory>> {
+    let (base, len) = (NonNull::new(mapping.as_ptr()), mapping.len());
+    let base =
+        base.ok_or_else(|| Error::new(ErrorKind::Io, "device memory was mapped at address 0"))?;
+    let owner = Arc::new(mapping);
+    // SAFETY: the owner keeps `len` bytes at `base` mapped until it is dropped.
+    let whole = unsafe { Mapping::new(base, len, Arc::<SharedMapping>::clone(&owner)) };
+    let mut offset = 0;
+    (0..layout.chunks())
+        .map(|index| {
+            let size = layout.chunk_bytes(index);
+            let start = usize::try_from(size)
+                .ok()
+                .and_then(|len| NonNull::new(whole.at(offset, len)?))
+                .ok_or_else(|| Error::new(ErrorKind::Io, format!("chunk {index} is not mapped")))?;
+            offset += size;
+            // SAFETY: `at` has shown that the range is inside what the owner keeps mapped.
+            let mapping =
+                unsafe { Mapping::new(start, size as usize, Arc::<SharedMapping>::clone(&owner)) };
+            Ok(ChunkMemory {
+                size,
+                mapping: Some(mapping),
+            })
+        })
+        .collect()
 }

@@ -11,14 +11,12 @@ mod driver;
 mod maker;
 
 use std::os::fd::{AsFd, OwnedFd};
-use std::ptr::NonNull;
-use std::sync::Arc;
 
 use maker::{GPU_PAGE, Order};
 pub use maker::{SUBCOMMAND, main as maker_main};
 use serde::{Deserialize, Serialize};
 
-use super::mapped::MappedQueue;
+use super::mapped::{MappedQueue, carve};
 use super::pci::{PciAddress, detach};
 use super::{Backend, BackendQueue, ChunkMemory, Exported, Mapping, MemoryDescription, QueueId};
 use crate::copy::CopyRoutines;
@@ -177,7 +175,7 @@ impl CudaMemory {
             .map_err(|error| Error::os("cannot map a region of the kernel module", error))?;
         mapping.populate();
         Ok(CudaBackend {
-            chunks: carve(mapping, layout)?,
+            chunks: carve(mapping.into_shared(), layout)?,
             routines: CopyRoutines::best(),
             gpu: self.gpu.clone(),
             write_combined: self.region.mode == abi::MODE_WC,
@@ -194,34 +192,6 @@ impl Drop for CudaMemory {
         let _ = detach(&self.node);
         let _ = self.node.destroy(self.region.id);
     }
-}
-
-/// Cuts the mapping into the chunks of `layout`; the last of them unmaps it.
-fn carve(mapping: RegionMapping, layout: &Layout) -> Result<Vec<ChunkMemory>> {
-    let base = mapping.as_ptr();
-    let owner = Arc::new(mapping);
-    let mut offset = 0usize;
-    (0..layout.chunks())
-        .map(|index| {
-            let size = layout.chunk_bytes(index);
-            let len = usize::try_from(size).unwrap_or(usize::MAX);
-            let inside = offset
-                .checked_add(len)
-                .is_some_and(|end| end <= owner.len());
-            // SAFETY: the chunk lies inside the mapping.
-            let start = inside.then(|| unsafe { base.add(offset) });
-            let start = start
-                .and_then(NonNull::new)
-                .ok_or_else(|| Error::new(ErrorKind::Io, format!("chunk {index} is not mapped")))?;
-            offset += len;
-            // SAFETY: the owner keeps the range mapped until the last chunk drops it.
-            let mapping = unsafe { Mapping::new(start, len, Arc::<RegionMapping>::clone(&owner)) };
-            Ok(ChunkMemory {
-                size,
-                mapping: Some(mapping),
-            })
-        })
-        .collect()
 }
 
 /// Wipes and ends the regions that the dead server of a device of `layout` may have left: sticky ones

@@ -33,8 +33,6 @@ mod probe;
 #[cfg(test)]
 mod tests;
 
-use std::sync::Arc;
-
 pub use address::PciAddress;
 pub use claim::{PciMemory, available};
 pub use export::PciDescription;
@@ -42,7 +40,7 @@ pub use function::{Bar, PciFunction, list, list_at};
 pub(super) use module::detach;
 pub use orphan::wipe_orphan;
 
-use super::mapped::MappedQueue;
+use super::mapped::{MappedQueue, carve};
 use super::{Backend, BackendQueue, ChunkMemory, Mapping, QueueId};
 use crate::copy::CopyRoutines;
 use crate::error::{Error, ErrorKind, Result};
@@ -84,33 +82,6 @@ impl PciMemory {
             through_module: self.region().is_some(),
         })
     }
-}
-
-/// Cuts the mapping into the chunks of `layout`; the last of them unmaps it.
-fn carve(mapping: SharedMapping, layout: &Layout) -> Result<Vec<ChunkMemory>> {
-    let (base, len) = (std::ptr::NonNull::new(mapping.as_ptr()), mapping.len());
-    let base = base.ok_or_else(|| Error::new(ErrorKind::Io, "a BAR was mapped at address 0"))?;
-    let owner = Arc::new(mapping);
-    // SAFETY: the owner keeps `len` bytes at `base` mapped until it is dropped.
-    let whole = unsafe { Mapping::new(base, len, Arc::<SharedMapping>::clone(&owner)) };
-    let mut offset = 0;
-    (0..layout.chunks())
-        .map(|index| {
-            let size = layout.chunk_bytes(index);
-            let start = usize::try_from(size)
-                .ok()
-                .and_then(|len| std::ptr::NonNull::new(whole.at(offset, len)?))
-                .ok_or_else(|| Error::new(ErrorKind::Io, format!("chunk {index} is not mapped")))?;
-            offset += size;
-            // SAFETY: `at` has shown that the range is inside what the owner keeps mapped.
-            let mapping =
-                unsafe { Mapping::new(start, size as usize, Arc::<SharedMapping>::clone(&owner)) };
-            Ok(ChunkMemory {
-                size,
-                mapping: Some(mapping),
-            })
-        })
-        .collect()
 }
 
 /// The mapped BAR.
