@@ -170,9 +170,7 @@ fn take_memory() -> Result<(MemoryHandles, Layout)> {
 
 fn read_layout() -> Result<(DeviceSpec, Layout)> {
     let spec = read_spec()?;
-    let available = MemoryHandles::available(&spec.backend)?;
-    let largest = Layout::largest_device(available, spec.chunk);
-    let layout = Layout::new(spec.size.resolve(largest)?, spec.chunk)?;
+    let layout = MemoryHandles::layout(&spec.backend, &spec.size, spec.chunk)?;
     Ok((spec, layout))
 }
 

@@ -25,6 +25,7 @@ use serde::{Deserialize, Serialize};
 use crate::device::{BackendSpec, DeviceSpec, PathCounters, PathsInfo};
 use crate::error::{Error, ErrorKind, Result};
 use crate::health::Presence;
+use crate::size::SizeSpec;
 use crate::store::Layout;
 
 pub mod access;
@@ -363,6 +364,15 @@ impl MemoryHandles {
             BackendSpec::Cuda { gpu } => cuda::available(gpu.as_deref()),
             BackendSpec::Vulkan(spec) => vulkan::available(spec),
         }
+    }
+
+    /// The layout of `size` of the memory that `spec` names, for whoever uses it without a device.
+    ///
+    /// # Errors
+    /// As [`MemoryHandles::available`] and [`Layout::new`].
+    pub fn layout(spec: &BackendSpec, size: &SizeSpec, chunk: Option<u64>) -> Result<Layout> {
+        let largest = Layout::largest_device(MemoryHandles::available(spec)?, chunk);
+        Layout::new(size.resolve(largest)?, chunk)
     }
 
     /// Takes the memory for `layout`.

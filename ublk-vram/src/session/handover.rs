@@ -130,9 +130,7 @@ pub fn part() -> Result<()> {
 type Kept = (MemoryHandles, Box<dyn crate::backend::Backend>);
 
 fn make(spec: &DeviceSpec) -> Result<(Made, Kept, Vec<std::os::fd::OwnedFd>)> {
-    let available = MemoryHandles::available(&spec.backend)?;
-    let largest = Layout::largest_device(available, spec.chunk);
-    let layout = Layout::new(spec.size.resolve(largest)?, spec.chunk)?;
+    let layout = MemoryHandles::layout(&spec.backend, &spec.size, spec.chunk)?;
     let memory = MemoryHandles::create(&spec.backend, &layout)?;
     let backend = memory.open(&layout)?;
     let outcome = Bench::new(&*backend, layout).fill(0, filled(&layout), THREADS)?;

@@ -37,9 +37,7 @@ pub fn engine(args: &BenchEngineArgs) -> Result<()> {
         ublk_vram::backend::pci::list,
         ublk_vram::backend::vulkan::list,
     )?;
-    let available = MemoryHandles::available(&backend)?;
-    let largest = Layout::largest_device(available, args.chunk);
-    let layout = Layout::new(args.size.resolve(largest)?, args.chunk)?;
+    let layout = MemoryHandles::layout(&backend, &args.size, args.chunk)?;
     // The claim on the memory outlives the backend: what is declared first is dropped last.
     let memory = MemoryHandles::create(&backend, &layout)?;
     let backend = memory.open(&layout)?;

@@ -397,25 +397,18 @@ impl VulkanQueue {
                     });
                 }
                 let (direction, own) = (sum.direction(), sum.cost(self.planner.costs(), path));
+                let backlog = match (path, &engines.gather) {
+                    (Path::Gather, Some(gather)) => gather.backlog(),
+                    _ => engines.copy.backlog(),
+                };
+                let batch = Batch {
+                    direction,
+                    plain: backlog + own,
+                    own,
+                };
                 let outcome = match (path, &mut engines.gather) {
-                    (Path::Gather, Some(gather)) => {
-                        let plain = gather.backlog() + own;
-                        let batch = Batch {
-                            direction,
-                            plain,
-                            own,
-                        };
-                        Ok(gather.start(&self.parts, batch))
-                    }
-                    _ => {
-                        let plain = engines.copy.backlog() + own;
-                        let batch = Batch {
-                            direction,
-                            plain,
-                            own,
-                        };
-                        engines.copy.start(&self.parts, batch)
-                    }
+                    (Path::Gather, Some(gather)) => Ok(gather.start(&self.parts, batch)),
+                    _ => engines.copy.start(&self.parts, batch),
                 };
                 match outcome {
                     Ok(false) => break,
