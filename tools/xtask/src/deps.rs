@@ -178,11 +178,14 @@ fn has_libclang() -> bool {
         .filter_map(|dir| std::fs::read_dir(dir).ok())
         .flatten()
         .flatten()
-        .any(|entry| {
-            let name = entry.file_name();
-            let name = name.to_string_lossy();
-            name.starts_with("libclang.so") || name.starts_with("libclang-") && name.contains(".so")
-        })
+        .any(|entry| is_libclang(&entry.file_name().to_string_lossy()))
+}
+
+/// Whether a file's name is one of those that clang-sys, below bindgen, loads libclang by. The library of
+/// clang's C++ interface is another one, whatever its name.
+fn is_libclang(name: &str) -> bool {
+    let versioned = name.starts_with("libclang-") && !name.starts_with("libclang-cpp");
+    name.starts_with("libclang.so") || versioned && name.contains(".so")
 }
 
 fn missing_packages(sets: &[&[Program]]) -> Vec<&'static str> {
@@ -262,6 +265,26 @@ mod tests {
             .filter(|package| *package != KEYRING.1)
             .collect();
         assert_eq!(ours, ["a", "b"]);
+    }
+
+    #[test]
+    fn libclang_is_told_from_the_library_of_its_cxx_interface() {
+        for name in [
+            "libclang.so",
+            "libclang.so.1",
+            "libclang-14.so.1",
+            "libclang-14.so",
+        ] {
+            assert!(is_libclang(name), "{name}");
+        }
+        for name in [
+            "libclang-cpp.so.14",
+            "libclang-cpp14.so",
+            "libclang_rt.so",
+            "libclang.a",
+        ] {
+            assert!(!is_libclang(name), "{name}");
+        }
     }
 
     #[test]
