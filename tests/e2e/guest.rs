@@ -1,6 +1,8 @@
 //! A guest with the built programs in it, and the words the cases are written in.
 
+use std::fs::OpenOptions;
 use std::ops::Deref;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -70,6 +72,13 @@ impl Guest {
             _files: files,
             bar_file,
         })
+    }
+
+    /// Changes what is in the BAR of device 0, from outside. The file keeps its length at every moment:
+    /// QEMU, which maps it, would die of a SIGBUS.
+    pub fn overwrite_bar(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        let file = OpenOptions::new().write(true).open(&self.bar_file)?;
+        Ok(file.write_all_at(bytes, offset)?)
     }
 
     /// Runs a command that must succeed; its standard output, trimmed.

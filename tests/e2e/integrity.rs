@@ -1,6 +1,6 @@
 //! Never a wrong byte: device memory that changes by itself, and readers that meet writers.
 
-use std::fs::OpenOptions;
+use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::time::Duration;
 
@@ -30,14 +30,10 @@ const BLOCK: u64 = 4096;
 
 /// Flips one bit of the BAR, from outside.
 fn flip(guest: &Guest, offset: u64) -> Result<()> {
-    let file = OpenOptions::new()
-        .read(true)
-        .write(true)
-        .open(&guest.bar_file)?;
     let mut byte = [0u8];
-    file.read_exact_at(&mut byte, offset)?;
+    File::open(&guest.bar_file)?.read_exact_at(&mut byte, offset)?;
     byte[0] ^= 0x20;
-    Ok(file.write_all_at(&byte, offset)?)
+    guest.overwrite_bar(offset, &byte)
 }
 
 /// Writes 8 MiB that no two blocks of are alike, and keeps them in /tmp/data.

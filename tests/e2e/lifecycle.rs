@@ -138,7 +138,7 @@ fn secrets(kernel: &Kernel) -> Result<()> {
     let guest = Guest::boot(kernel, "secrets", 16, |vm| vm.tools(&["dd"]))?;
     let gpu = guest.gpu(0);
     // What an earlier owner of the memory left there.
-    std::fs::write(&guest.bar_file, vec![0x5a; 16 << 20])?;
+    guest.overwrite_bar(0, &vec![0x5a; 16 << 20])?;
     let path = guest.add("d", &format!("{gpu} {OPTIONS}"))?;
     let left = guest.must(&format!(
         "dd if={path} bs=1M 2>/dev/null | tr -d '\\000' | wc -c"

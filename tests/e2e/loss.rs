@@ -18,6 +18,7 @@ pub const CASES: &[Case] = &[
     ("loss::mapping_taken_away", On::Every, mapping_taken_away),
     ("loss::copy_that_hangs", On::Newest, copy_that_hangs),
     ("loss::canary_overwritten", On::Newest, canary_overwritten),
+    ("loss::driver_lost", On::Newest, driver_lost),
 ];
 
 const OPTIONS: &str = "--size max --io-memory 4M --allow-unsafe";
@@ -204,8 +205,78 @@ fn copy_that_hangs(kernel: &Kernel) -> Result<()> {
 fn canary_overwritten(kernel: &Kernel) -> Result<()> {
     let guest = Guest::boot(kernel, "canary", 64, |vm| vm.tools(&["dd"]))?;
     let path = guest.add("d", &format!("{} {OPTIONS}", guest.gpu(0)))?;
-    std::fs::write(&guest.bar_file, vec![0u8; 64 << 20])?;
+    guest.overwrite_bar(0, &vec![0; 64 << 20])?;
     // Nobody reads: it is found all the same.
     is_lost(&guest, &path, "headers")?;
+    guest.end()
+}
+
+/// The driver loses the GPU: one other process looks at the memory, and serves it if it is as it was.
+fn driver_lost(kernel: &Kernel) -> Result<()> {
+    let guest = Guest::boot(kernel, "driver-lost", 64, |vm| {
+        vm.tools(&["dd", "fio", "cmp"])
+    })?;
+    let add = format!("{} {OPTIONS} --lab-fault", guest.gpu(0));
+    let path = guest.add("d", &add)?;
+    let busy = guest.spawn_sh(&format!(
+        "fio --name=x --filename={path} --direct=1 --ioengine=io_uring --iodepth=16 --rw=randwrite --bs=8k \
+         --size=24M --loops=8 --verify=crc32c --verify_fatal=1 --thread --output-format=terse"
+    ))?;
+    guest.must_within(
+        "until vramctl show d --json | tr -d ' \n' | grep -q '\"writes\":[1-9][0-9][0-9]'; do sleep 0.2; done",
+        60,
+    )?;
+    let worker = guest.show("d")?["server"]["worker"].clone();
+    guest.wait_whole("d")?;
+    guest.must("vramctl fault d driver-lost")?;
+    guest.must_within(
+        "until vramctl show d | grep -q 'GPU lost:.*1 times by its driver'; do sleep 0.2; done",
+        60,
+    )?;
+    guest.wait_whole("d")?;
+    // Nobody saw an error, and every byte is what was written.
+    busy.wait(Duration::from_secs(200))?.ok()?;
+    let server = guest.show("d")?["server"].clone();
+    ensure!(
+        server["takeovers"] == 1 && server["driver_losses"] == 1 && server["worker"] != worker,
+        "{server}"
+    );
+    let said = guest.must("dmesg | grep -c 'driver lost it'")?;
+    ensure!(said == "1", "said {said} times");
+    // The other one loses it too, at once: that is the end.
+    guest.must("vramctl fault d driver-lost")?;
+    let out = guest.sh_timeout(
+        &format!("dd if={path} of=/dev/null bs=64k count=1 iflag=direct"),
+        LIMIT,
+    )?;
+    ensure!(out.stderr.contains("Input/output error"), "{out}");
+    is_lost(&guest, &path, "driver lost the GPU")?;
+
+    // Memory that is not as it was: a part of it is enough to believe none of it.
+    let path = guest.add("d", &add)?;
+    guest.must(&format!(
+        "dd if=/dev/urandom of={path} bs=1M count=48 oflag=direct 2>/dev/null"
+    ))?;
+    guest.wait_whole("d")?;
+    guest.overwrite_bar(4 << 20, &vec![0x5a; 2 << 20])?;
+    guest.must("vramctl fault d driver-lost")?;
+    let out = guest.sh_timeout(
+        &format!("dd if={path} of=/dev/null bs=64k skip=960 count=1 iflag=direct"),
+        LIMIT,
+    )?;
+    ensure!(out.stderr.contains("Input/output error"), "{out}");
+    guest.must_within(
+        "until vramctl show d --json | grep -q '\"state\": \"lost\"'; do sleep 0.2; done",
+        30,
+    )?;
+    let reason = guest.show("d")?["reason"].clone();
+    ensure!(
+        reason
+            .as_str()
+            .is_some_and(|reason| reason.contains("do not fit their checksums")),
+        "{reason}"
+    );
+    guest.must_within("vramctl remove d", 60)?;
+    guest.nothing_left()?;
     guest.end()
 }

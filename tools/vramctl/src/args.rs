@@ -454,7 +454,7 @@ pub struct CompletionArgs {
 pub struct FaultArgs {
     /// Name of the device
     pub name: DeviceName,
-    /// What happens to the copies: fail, short, hold, delay, hold-half, hold-done, panic
+    /// What happens to the copies: fail, short, hold, delay, hold-half, hold-done, panic, driver-lost
     #[arg(value_parser = fault_action)]
     pub action: FaultAction,
     /// Only reads
@@ -533,8 +533,9 @@ fn fault_action(text: &str) -> Result<FaultAction, String> {
         "hold-half" => Ok(FaultAction::HoldHalf),
         "hold-done" => Ok(FaultAction::HoldDone),
         "panic" => Ok(FaultAction::Panic),
+        "driver-lost" => Ok(FaultAction::DriverLost),
         _ => Err(format!(
-            "'{text}' is none of fail, short, hold, delay, hold-half, hold-done, panic"
+            "'{text}' is none of fail, short, hold, delay, hold-half, hold-done, panic, driver-lost"
         )),
     }
 }

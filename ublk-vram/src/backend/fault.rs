@@ -13,7 +13,9 @@ use std::time::{Duration, Instant};
 use nix::sys::time::TimeSpec;
 use nix::sys::timerfd::{ClockId, Expiration, TimerFd, TimerFlags, TimerSetTimeFlags};
 
-use super::{Backend, BackendQueue, ChunkMemory, Completion, Copy, Direction, Mapping, QueueId};
+use super::{
+    Backend, BackendQueue, ChunkMemory, Completion, Copy, DRIVER_LOST, Direction, Mapping, QueueId,
+};
 use crate::control::{FaultAction, FaultRule};
 use crate::device::{PathCounters, PathsInfo};
 use crate::error::{Error, Result};
@@ -187,6 +189,12 @@ impl BackendQueue for FaultQueue {
                 self.done.push_back(Completion {
                     id: copy.id,
                     result: Err(libc::EIO),
+                });
+            }
+            Some((FaultAction::DriverLost, _)) => {
+                self.done.push_back(Completion {
+                    id: copy.id,
+                    result: Err(DRIVER_LOST),
                 });
             }
             Some((FaultAction::Short, _)) => {

@@ -39,9 +39,14 @@ pub mod mapped;
 pub mod pci;
 pub mod vulkan;
 
-/// The errno of a copy that failed because the memory itself is gone (its mapping was taken away, the
-/// driver lost the device): the device is lost with it. The request ends with EIO.
+/// The errno of a copy that failed because the memory itself is gone (its mapping was taken away): the
+/// device is lost with it. The request ends with EIO.
 pub const GONE: i32 = libc::ENODEV;
+
+/// The errno of a copy that failed because the driver lost the GPU (VK_ERROR_DEVICE_LOST): this process
+/// reaches the memory no more, and another one may find it as it was
+/// ([`Health::driver_lost`](crate::health::Health::driver_lost)).
+pub const DRIVER_LOST: i32 = libc::EREMOTEIO;
 
 /// The number of a queue, and of the thread that serves it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -94,7 +99,7 @@ pub struct Copy {
 pub struct Completion {
     /// The copy's id.
     pub id: u32,
-    /// Bytes moved, or a positive errno ([`GONE`] says the most). Fewer bytes than asked for is an error
+    /// Bytes moved, or a positive errno ([`GONE`] and [`DRIVER_LOST`] say the most). Fewer bytes than asked for is an error
     /// to the caller.
     pub result: std::result::Result<u32, i32>,
 }

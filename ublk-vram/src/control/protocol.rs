@@ -71,6 +71,8 @@ pub enum FaultAction {
     HoldDone,
     /// The queue thread panics before the copy.
     Panic,
+    /// The copy fails as if the driver had lost the GPU.
+    DriverLost,
 }
 
 /// Which copies, and what happens to them. The first rule that matches a copy is used.

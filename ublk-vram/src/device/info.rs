@@ -208,6 +208,8 @@ pub struct ServerInfo {
     pub longest_pause_us: u64,
     /// How often a supervisor took over from one that died.
     pub supervisors: u64,
+    /// How often a worker ended because its driver lost the GPU, for another one to look at the memory.
+    pub driver_losses: u64,
 }
 
 /// The memory of the server's processes together, from /proc/PID/status, in bytes.

@@ -19,7 +19,7 @@ use std::sync::Arc;
 
 use super::tag::{Slot, Step};
 use super::{Engine, id_of};
-use crate::backend::{Direction, GONE, Mapping, QueueId};
+use crate::backend::{DRIVER_LOST, Direction, GONE, Mapping, QueueId};
 use crate::copy::LINE;
 use crate::health::{Health, IoEvent, Loss, judge_canary};
 use crate::store::checksum::{BLOCK_BYTES, Doubt, Verdict, ZERO_BLOCK_CRC, crc32c};
@@ -150,12 +150,20 @@ impl Engine {
             self.integrity.end_write(&piece, is_whole);
         }
         if !is_whole {
-            if result == Err(GONE) {
-                self.integrity.health.lose(Loss::Gone);
-            }
             // Fewer bytes than asked for are an error to the caller.
-            let errno = result.err().filter(|&errno| errno != GONE);
-            self.fail(index, errno.unwrap_or(libc::EIO));
+            let errno = match result {
+                Err(GONE) => {
+                    self.integrity.health.lose(Loss::Gone);
+                    libc::EIO
+                }
+                Err(DRIVER_LOST) => {
+                    self.integrity.health.driver_lost();
+                    libc::EIO
+                }
+                Err(errno) => errno,
+                Ok(_) => libc::EIO,
+            };
+            self.fail(index, errno);
             return None;
         }
         match piece.step {

@@ -11,6 +11,9 @@
 //!        ^----------------wake, is_lost--|<--lose--------'
 //! ```
 //!
+//! A driver that lost the GPU took this process's way to the memory, and not always the memory: another
+//! process may find it as it was ([`Health::driver_lost`]).
+//!
 //! [`Health::lose`] is final: a device that was lost stays lost. Every request that is in flight, and
 //! every one that comes, ends with EIO; nothing is read from the memory or written to it any more. A
 //! buffer that an engine may still write to is not used for anything else: no copy is started after
@@ -21,6 +24,7 @@ mod watch;
 
 use std::fmt;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 
 use crossbeam_queue::ArrayQueue;
@@ -48,20 +52,23 @@ pub enum Loss {
     AllOnes,
     /// A chunk's header does not read as it was written.
     Canary,
-    /// The backend says so: the mapping was taken away (SIGBUS), or the driver lost the device.
+    /// The mapping was taken away (SIGBUS).
     Gone,
     /// A copy did not complete within its limit.
     Overdue,
+    /// The driver lost the GPU, and no other process is to try.
+    Driver,
 }
 
 impl Loss {
-    const ALL: [Loss; 6] = [
+    const ALL: [Loss; 7] = [
         Loss::Removed,
         Loss::Absent,
         Loss::AllOnes,
         Loss::Canary,
         Loss::Gone,
         Loss::Overdue,
+        Loss::Driver,
     ];
 }
 
@@ -72,8 +79,9 @@ impl fmt::Display for Loss {
             Loss::Absent => "the PCI function does not answer on the bus",
             Loss::AllOnes => "the memory reads as all ones: it is off the bus",
             Loss::Canary => "the memory does not hold the device's headers any more",
-            Loss::Gone => "the memory was taken away (SIGBUS), or its driver lost the device",
+            Loss::Gone => "the memory was taken away (SIGBUS)",
             Loss::Overdue => "a copy has not completed within its limit",
+            Loss::Driver => "the driver lost the GPU (VK_ERROR_DEVICE_LOST)",
         })
     }
 }
@@ -107,7 +115,11 @@ pub struct Health {
     events: ArrayQueue<IoEvent>,
     dropped: AtomicU64,
     notice: EventFd,
+    hand_over: OnceLock<HandOver>,
 }
+
+/// Ends the process, so that another one tries; comes back if none is to.
+type HandOver = Box<dyn Fn() + Send + Sync>;
 
 struct Queue {
     wake: EventFd,
@@ -148,7 +160,24 @@ impl Health {
             events: ArrayQueue::new(EVENTS),
             dropped: AtomicU64::new(0),
             notice: eventfd()?,
+            hand_over: OnceLock::new(),
         })
+    }
+
+    /// What is done when the driver has lost the GPU: `hand_over` ends the process, its requests with it,
+    /// if another process is to look at the memory. It is called by queue threads.
+    pub fn on_driver_loss(&self, hand_over: impl Fn() + Send + Sync + 'static) {
+        // There is one worker's life in a process, and it says so once.
+        let _ = self.hand_over.set(Box::new(hand_over));
+    }
+
+    /// The driver has lost the GPU. No request that was in flight is answered if another process takes
+    /// them over; else the memory is lost.
+    pub fn driver_lost(&self) {
+        if let Some(hand_over) = self.hand_over.get() {
+            hand_over();
+        }
+        self.lose(Loss::Driver);
     }
 
     /// Whether the memory is lost.
@@ -278,6 +307,24 @@ mod tests {
             assert!(readable(queue.wake.as_fd()));
         }
         assert!(readable(health.notice_fd()));
+    }
+
+    #[test]
+    fn a_driver_that_lost_the_gpu_is_a_loss_unless_somebody_takes_over() {
+        let health = Health::new(1, 1).unwrap();
+        health.driver_lost();
+        assert_eq!(health.loss(), Some(Loss::Driver));
+        let health = std::sync::Arc::new(Health::new(1, 1).unwrap());
+        let seen = std::sync::Arc::clone(&health);
+        let (asked, was_asked) = std::sync::mpsc::channel();
+        let asked = std::sync::Mutex::new(asked);
+        health.on_driver_loss(move || {
+            let asked = asked.lock().unwrap();
+            asked.send(seen.is_lost()).unwrap();
+        });
+        health.driver_lost();
+        assert!(!was_asked.recv().unwrap(), "asked before anybody is told");
+        assert_eq!(health.loss(), Some(Loss::Driver), "nobody took over");
     }
 
     #[test]

@@ -33,6 +33,10 @@ pub struct LifeRecord {
     pub standby: AtomicU64,
     /// 1 once a worker found the memory lost: no other one may serve it.
     pub lost: AtomicU64,
+    /// 1 from the end of a worker whose driver lost the GPU until the next one has taken over.
+    pub driver_lost: AtomicU64,
+    /// How often a driver lost the GPU and a worker took over.
+    pub driver_losses: AtomicU64,
 }
 
 /// The record, mapped.

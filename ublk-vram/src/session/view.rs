@@ -68,6 +68,7 @@ impl View {
             last_pause_us: load(&record.last_pause_us),
             longest_pause_us: load(&record.longest_pause_us),
             supervisors: load(&record.supervisors),
+            driver_losses: load(&record.driver_losses),
         }
     }
 

@@ -140,6 +140,8 @@ impl Machine {
         record
             .supervisor
             .store(u64::from(own), std::sync::atomic::Ordering::Relaxed);
+        // Those of an earlier supervisor's time are no news.
+        machine.takeover.is_new_loss(&machine.status.view.life);
         machine.begin(origin)?;
         Ok(machine)
     }
@@ -443,6 +445,10 @@ impl Machine {
         let words = self.last_words.take();
         let why = match &words {
             Some(error) => format!("the worker (process {pid}) ended: {error}"),
+            None if self.takeover.is_new_loss(&self.status.view.life) => format!(
+                "the GPU's driver lost it (VK_ERROR_DEVICE_LOST), and the worker (process {pid}) ended for \
+                 another one to look at the memory"
+            ),
             None => format!("the worker (process {pid}) died ({how})"),
         };
         match self.state() {

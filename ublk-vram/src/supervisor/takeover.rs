@@ -19,7 +19,7 @@ use super::start::StartLine;
 use crate::device::DeviceState;
 use crate::error::{Error, ErrorKind, Result};
 use crate::session::process::Process;
-use crate::session::{Order, Report, Role};
+use crate::session::{Life, Order, Report, Role};
 
 /// So many deaths without one completed request in between are a crash loop.
 const MOST_DEATHS: u32 = 5;
@@ -57,6 +57,8 @@ pub(super) struct Takeover {
     completed: u64,
     /// Standbys that died since the last that was ready.
     lost_standbys: u32,
+    /// Losses of the GPU by its driver that were told of.
+    driver_losses: u64,
     /// Processes that were told to end.
     leaving: Vec<Process>,
     /// The memory does not hold the device's contents.
@@ -65,6 +67,14 @@ pub(super) struct Takeover {
     was_wiped: bool,
     /// The device was found lost: that it cannot be wiped is no surprise then.
     is_gone: bool,
+}
+
+impl Takeover {
+    /// Whether a driver has lost the GPU since the last time this was asked.
+    pub(super) fn is_new_loss(&mut self, life: &Life) -> bool {
+        let losses = life.record().driver_losses.load(Ordering::SeqCst);
+        std::mem::replace(&mut self.driver_losses, losses) != losses
+    }
 }
 
 impl Machine {

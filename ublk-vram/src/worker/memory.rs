@@ -4,6 +4,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
+use std::time::{Duration, Instant};
 
 use super::lifecycle::Event;
 use super::orders::Shared;
@@ -11,13 +12,15 @@ use super::prepare::spawn;
 use crate::backend::Backend;
 use crate::backend::access::Access;
 use crate::error::{Error, ErrorKind, Result};
-use crate::health::{Watch, WatchHandle};
+use crate::health::{Health, Watch, WatchHandle};
 use crate::safety::bus_error;
 use crate::session::Session;
 use crate::store::checksum::{rebuild, sample};
 
 /// Blocks that a takeover checks before it believes the memory.
 const SAMPLE_BLOCKS: u64 = 64;
+/// A worker that took over a GPU that its driver had lost, and loses it again so soon, ends the device.
+const SECOND_LOSS: Duration = Duration::from_secs(60);
 
 /// From here on a mapping that is taken away is an error, and not the end of the process.
 pub(crate) fn guard_memory(backend: &dyn Backend) {
@@ -44,6 +47,24 @@ pub(super) fn start_watch(
     })
 }
 
+/// When the driver loses the GPU this process ends at once, with every request it has, and the next one
+/// looks at the memory. Once: `tried` is when this process took over for that reason itself.
+pub(super) fn outlive_driver(shared: &Arc<Shared>, health: &Health, tried: Option<Instant>) {
+    let shared = Arc::clone(shared);
+    health.on_driver_loss(move || {
+        if tried.is_some_and(|tried| tried.elapsed() < SECOND_LOSS) {
+            return;
+        }
+        let record = shared.status.view().life.record();
+        // The queue threads find out together.
+        if record.driver_lost.swap(1, Ordering::SeqCst) == 0 {
+            record.driver_losses.fetch_add(1, Ordering::SeqCst);
+        }
+        // SAFETY: _exit takes any number. Nothing that runs at an exit is to wait for the driver.
+        unsafe { libc::_exit(1) };
+    });
+}
+
 /// Gives every block a checksum that has none, beside the I/O.
 pub(super) fn start_rebuild(
     session: &'static Session,
@@ -65,11 +86,13 @@ pub(super) fn start_rebuild(
 }
 
 /// The contents are believed if most of a sample fits its checksums: one bad block is one bad block, many
-/// are other contents. Takes over the checksums; whether there are none yet.
+/// are other contents. After the driver lost the GPU all of them must fit (`is_doubtful`). Takes over the
+/// checksums; whether there are none yet.
 pub(super) fn check_contents(
     session: &Session,
     shared: &Shared,
     access: &mut Access,
+    is_doubtful: bool,
 ) -> Result<bool> {
     let lost = |why: &str| {
         let name = &session.spec.name;
@@ -87,7 +110,12 @@ pub(super) fn check_contents(
     };
     let found = table.adopt();
     let sample = sample(table, &session.layout, access, SAMPLE_BLOCKS)?;
-    if sample.bad * 2 > sample.checked {
+    let is_other = if is_doubtful {
+        sample.bad > 0
+    } else {
+        sample.bad * 2 > sample.checked
+    };
+    if is_other {
         return lost(&format!(
             "{} of {} blocks do not fit their checksums",
             sample.bad, sample.checked

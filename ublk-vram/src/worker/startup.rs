@@ -5,12 +5,12 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use super::headers::{check_headers, label, open_access};
 use super::lifecycle::{Event, Live};
 use super::link::Link;
-use super::memory::{check_contents, guard_memory, start_rebuild, start_watch};
+use super::memory::{check_contents, guard_memory, outlive_driver, start_rebuild, start_watch};
 use super::orders::Shared;
 use super::prepare::{Prepared, crash, prepare, spawn, why_a_queue_ended};
 use super::swapoff::SwapoffHelper;
@@ -146,6 +146,9 @@ fn show_disk(
     };
     announce(shared, link, &fixed);
     let health = Arc::clone(&watch.health);
+    if fixed.mortal.is_none() {
+        outlive_driver(shared, &health, None);
+    }
     let watch = start_watch(watch, shared, sender)?;
     Ok(Live {
         session,
@@ -226,10 +229,12 @@ fn take_over(
     } = prepared;
     let size = session.layout.device_bytes();
     // It waits until the last worker is gone: nobody but us touches the memory from then on.
-    let in_gap = &shared.status.view().life.record().in_gap;
+    let record = shared.status.view().life.record();
+    let in_gap = &record.in_gap;
     let taking = heir.begin(size, &session.shape, in_gap)?;
+    let was_lost = record.driver_lost.load(Ordering::SeqCst) != 0;
     let believed = check_headers(session, &mut access, generation)
-        .and_then(|()| check_contents(session, shared, &mut access));
+        .and_then(|()| check_contents(session, shared, &mut access, was_lost));
     let is_new_table = match believed {
         Ok(is_new_table) => is_new_table,
         Err(error) => {
@@ -238,10 +243,15 @@ fn take_over(
         }
     };
     label(session, &mut access, generation)?;
+    outlive_driver(shared, &watch.health, was_lost.then(Instant::now));
     let queues = start_queues(seats, taking.target(), &events)?;
     in_gap.store(0, Ordering::SeqCst);
     crash(session, shared, CrashPoint::BeforeEnd);
     let target = taking.end()?;
+    if was_lost {
+        // Not otherwise: a queue thread may have lost the GPU since it was looked at.
+        record.driver_lost.store(0, Ordering::SeqCst);
+    }
     crash(session, shared, CrashPoint::AfterEnd);
     let now = describe(session, &*backend, &target);
     let fixed = StaticInfo {

@@ -190,6 +190,10 @@ fn describe_server(block: &mut Block, server: &ServerInfo) {
             ),
         );
     }
+    if server.driver_losses > 0 {
+        let times = server.driver_losses;
+        block.line("GPU lost", format!("{times} times by its driver"));
+    }
 }
 
 fn describe_memory(block: &mut Block, memory: &MemoryInfo) {

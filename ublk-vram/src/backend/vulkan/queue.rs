@@ -19,7 +19,7 @@ use super::device::Device;
 use super::engine::{Batch, CopyLane, Ended, GatherLane, MOST_PIECES, Part, Waker};
 use super::host::HostSide;
 use super::memory::Allocation;
-use crate::backend::{BackendQueue, ChunkMemory, Completion, Copy, Direction, GONE};
+use crate::backend::{BackendQueue, ChunkMemory, Completion, Copy, DRIVER_LOST, Direction, GONE};
 use crate::copy::CopyRoutines;
 use crate::copy::planner::{Costs, Group, Path, Paths, Planner, Seen};
 use crate::device::PathCounters;
@@ -463,10 +463,10 @@ impl VulkanQueue {
                     .observe(Path::Bar, copy.direction, plain, Seen::exactly(time), now);
             }
             // After a lost GPU nothing that its memory holds is true.
-            let result = if copied.is_err() || self.device.is_lost() {
-                Err(GONE)
-            } else {
-                Ok(copy.len)
+            let result = match copied {
+                Err(_) => Err(GONE),
+                Ok(()) if self.device.is_lost() => Err(DRIVER_LOST),
+                Ok(()) => Ok(copy.len),
             };
             self.end(&copy, result);
         }
@@ -553,7 +553,7 @@ impl BackendQueue for VulkanQueue {
             .checked_add(u64::from(copy.len))
             .is_some_and(|end| end <= chunk.size);
         if !inside || self.device.is_lost() {
-            let errno = if inside { GONE } else { libc::EIO };
+            let errno = if inside { DRIVER_LOST } else { libc::EIO };
             self.end(copy, Err(errno));
             return;
         }

@@ -12,7 +12,7 @@ use super::*;
 use crate::backend::access::Access;
 use crate::backend::conformance::{Check, Outcome, check_backend};
 use crate::backend::host::HostMemory;
-use crate::backend::{GONE, MemoryDescription};
+use crate::backend::{DRIVER_LOST, MemoryDescription};
 use crate::store::zero_and_check;
 
 /// The name of lavapipe for [`find`].
@@ -258,7 +258,7 @@ fn a_lost_gpu_is_a_state() {
         unsafe { queue.submit(&copy, &backend.chunks()[0]) };
         let mut done = Vec::with_capacity(1);
         queue.poll(&mut done);
-        assert_eq!(done[0].result, Err(GONE));
+        assert_eq!(done[0].result, Err(DRIVER_LOST));
     }
     assert_eq!(queue.in_flight(), 0);
 }

@@ -181,6 +181,26 @@ fn bad_blocks_of_ones_are_bad_blocks() {
     assert_eq!(bench.integrity.health.loss(), Some(Loss::AllOnes));
 }
 
+/// Whoever takes over must be given the request again: it is not answered before somebody was asked.
+#[test]
+fn a_driver_that_lost_the_gpu_answers_no_request_before_another_process_may_try() {
+    let mut bench = bench(4 << 20);
+    let (asked, was_asked) = std::sync::mpsc::channel();
+    let asked = std::sync::Mutex::new(asked);
+    let stats = Arc::clone(&bench.stats);
+    bench.integrity.health.on_driver_loss(move || {
+        let ended = stats.read()[0].reads;
+        asked.lock().unwrap().send(ended).unwrap();
+    });
+    bench.rule(FaultAction::DriverLost, Some(1));
+    let mut buffer = vec![0; 4096];
+    assert_eq!(bench.one(Op::Read, 0, &mut buffer), -libc::EIO);
+    assert_eq!(was_asked.recv().unwrap(), 0, "the read had not ended");
+    assert_eq!(bench.integrity.health.loss(), Some(Loss::Driver));
+    assert_eq!(bench.one(Op::Read, 4096, &mut buffer), -libc::EIO);
+    assert!(was_asked.try_recv().is_err(), "asked once");
+}
+
 /// Copies that hang: every request ends, once, and what comes later moves nothing and ends nothing.
 #[test]
 fn copies_that_never_come_back_are_left_behind() {

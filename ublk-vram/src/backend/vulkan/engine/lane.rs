@@ -11,7 +11,7 @@ use ash::vk;
 use super::{EngineQueue, Job, REFUSED, SENT, WAITING};
 use crate::backend::vulkan::device::Device;
 use crate::backend::vulkan::loader::failed;
-use crate::backend::{Direction, GONE};
+use crate::backend::{DRIVER_LOST, Direction};
 use crate::copy::planner::Seen;
 use crate::error::Result;
 
@@ -219,7 +219,7 @@ impl Slots {
             }
             let result = if fate == REFUSED || is_lost {
                 // A lost GPU executes nothing any more (Vulkan, "Lost Device").
-                Err(if is_lost { GONE } else { libc::EIO })
+                Err(if is_lost { DRIVER_LOST } else { libc::EIO })
             } else if reached.is_ok_and(|reached| reached >= slot.value) {
                 Ok(())
             } else {
