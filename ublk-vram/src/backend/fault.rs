@@ -121,6 +121,10 @@ impl Backend for FaultBackend {
         self.inner.chunks()
     }
 
+    fn cold_files(&self) -> Vec<&'static str> {
+        self.inner.cold_files()
+    }
+
     fn paths(&self) -> Option<PathsInfo> {
         self.inner.paths()
     }

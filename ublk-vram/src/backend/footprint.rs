@@ -4,15 +4,18 @@
 //! /proc/self/status; what the driver takes outside of the process shows as memory that is no longer
 //! available and is not resident here.
 
+use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::fs;
+use std::time::Duration;
 
 use nix::sys::mman::{MlockAllFlags, mlockall};
 
-use super::{Mapping, MemoryHandles, QueueId};
+use super::{Backend, Mapping, MemoryHandles, QueueId};
 use crate::device::BackendSpec;
 use crate::engine::Engine;
-use crate::error::{Error, Result};
+use crate::engine::bench::{Bench, Workload};
+use crate::error::{Error, ErrorKind, Result};
 use crate::safety::{self, ProcessStatus, Root};
 use crate::store::Layout;
 
@@ -22,6 +25,10 @@ const QUEUES: u16 = 4;
 const DEPTH: u16 = 64;
 /// I/O memory of a server by default.
 const IO_BYTES: usize = 32 << 20;
+/// How long each kind of copies runs.
+const COPY_FOR: Duration = Duration::from_millis(500);
+/// Mappings that are told.
+const SHOWN: usize = 16;
 
 /// Takes the memory that `spec` names, opens queues, locks, and writes a line for each step.
 ///
@@ -32,6 +39,7 @@ pub fn table(spec: &BackendSpec, layout: &Layout) -> Result<String> {
         "{:<34} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9}   (MiB)\n",
         "STEP", "RESIDENT", "ANON", "FILE", "LOCKED", "PTE", "OUTSIDE"
     );
+    safety::limit_thread_stacks();
     let begin = available()?;
     let mut step = |name: &str| -> Result<()> {
         let status = safety::read_status(&Root::default())?;
@@ -63,8 +71,94 @@ pub fn table(spec: &BackendSpec, layout: &Layout) -> Result<String> {
     step("locked what is resident")?;
     lock(future)?;
     step("locked everything")?;
-    drop((queues, backend, memory));
+    safety::unlock_files(&backend.cold_files())?;
+    step("unlocked what no copy needs")?;
+    drop(queues);
+    // So that what is touched from here on is touched by copies.
+    fs::write("/proc/self/clear_refs", "1")
+        .map_err(|error| Error::os("cannot write /proc/self/clear_refs", error))?;
+    copy(&*backend, *layout)?;
+    let smaps = Root::default().read_text("/proc/self/smaps")?;
+    table.push_str(&mappings(&smaps));
+    drop((backend, memory));
     Ok(table)
+}
+
+/// Copies of every size and depth that makes the planner choose differently, both ways.
+fn copy(backend: &dyn Backend, layout: Layout) -> Result<()> {
+    let len = layout.device_bytes() & !((1 << 20) - 1);
+    let bench = Bench::new(backend, layout);
+    bench.fill(0, len, QUEUES)?;
+    for (size, depth) in [(4 << 10, 1), (4 << 10, DEPTH), (1 << 20, 8)] {
+        let outcome = bench.run(&Workload {
+            reads: 50,
+            sequential: false,
+            size,
+            depth,
+            threads: QUEUES,
+            time: Some(COPY_FOR),
+            start: 0,
+            len,
+        })?;
+        if outcome.wrong > 0 || outcome.errors > 0 {
+            return Err(Error::new(ErrorKind::Io, "copies failed, or were wrong"));
+        }
+    }
+    Ok(())
+}
+
+/// What the mappings of one file, or those of none, have in memory; in KiB.
+#[derive(Default)]
+struct Part {
+    resident: u64,
+    anonymous: u64,
+    locked: u64,
+    touched: u64,
+}
+
+/// The largest parts of a process by the text of its /proc/PID/smaps.
+fn mappings(smaps: &str) -> String {
+    let mut parts: BTreeMap<String, Part> = BTreeMap::new();
+    let mut name = String::new();
+    for line in smaps.lines() {
+        let mut words = line.split_ascii_whitespace();
+        let (Some(first), Some(second)) = (words.next(), words.next()) else {
+            continue;
+        };
+        let Some(key) = first.strip_suffix(':') else {
+            // address perms offset dev inode path (proc_pid_maps(5))
+            let path = words.nth(3).unwrap_or("no file");
+            name = path.rsplit('/').next().unwrap_or(path).to_owned();
+            continue;
+        };
+        let part = parts.entry(name.clone()).or_default();
+        let sum = match key {
+            "Rss" => &mut part.resident,
+            "Anonymous" => &mut part.anonymous,
+            "Locked" => &mut part.locked,
+            "Referenced" => &mut part.touched,
+            _ => continue,
+        };
+        *sum += second.parse::<u64>().unwrap_or(0);
+    }
+    let mut table = format!(
+        "\n{:<44} {:>9} {:>9} {:>9} {:>9}   (MiB, after copies)\n",
+        "MAPPINGS OF", "RESIDENT", "ANON", "LOCKED", "TOUCHED"
+    );
+    let mut parts: Vec<(String, Part)> = parts.into_iter().collect();
+    parts.sort_by_key(|(_, part)| std::cmp::Reverse(part.resident));
+    for (name, part) in parts.iter().take(SHOWN) {
+        let mib = |kib: u64| kib as f64 / 1024.0;
+        let _ = writeln!(
+            table,
+            "{name:<44} {:>9.1} {:>9.1} {:>9.1} {:>9.1}",
+            mib(part.resident),
+            mib(part.anonymous),
+            mib(part.locked),
+            mib(part.touched)
+        );
+    }
+    table
 }
 
 fn row(table: &mut String, name: &str, status: &ProcessStatus, begin: u64, now: u64) {

@@ -263,6 +263,12 @@ pub trait Backend: Send + Sync {
         Ok(Vec::new())
     }
 
+    /// Files that are mapped and that no copy needs once the queues are open, by the beginnings of their
+    /// names: their pages need no lock.
+    fn cold_files(&self) -> Vec<&'static str> {
+        Vec::new()
+    }
+
     /// What was measured of the copy paths; `None` where there is one path only.
     fn paths(&self) -> Option<PathsInfo> {
         None

@@ -267,6 +267,37 @@ pub fn pin_programs() -> Result<()> {
     Ok(())
 }
 
+/// Bytes of the stack of a thread whose maker asks for none. A driver makes some (NVIDIA's six), each with
+/// the 8 MiB that are usual; all of a stack is locked, used or not.
+const THREAD_STACK: usize = 1 << 20;
+
+/// Gives threads whose maker asks for no size (those of a GPU's driver) a stack of 1 MiB: to be called before
+/// there are such threads. Whether the C library did it (glibc does; others give small stacks anyway).
+pub fn limit_thread_stacks() -> bool {
+    #[cfg(target_env = "gnu")]
+    {
+        unsafe extern "C" {
+            /// pthread_setattr_default_np(3), which the libc crate does not have.
+            fn pthread_setattr_default_np(attributes: *const libc::pthread_attr_t) -> libc::c_int;
+        }
+        let mut attributes = std::mem::MaybeUninit::<libc::pthread_attr_t>::uninit();
+        // SAFETY: `attributes` is used only if pthread_attr_init gave 0, which initialises it, and is
+        // destroyed once; the default is copied from it.
+        unsafe {
+            if libc::pthread_attr_init(attributes.as_mut_ptr()) != 0 {
+                return false;
+            }
+            let is_set = libc::pthread_attr_setstacksize(attributes.as_mut_ptr(), THREAD_STACK)
+                == 0
+                && pthread_setattr_default_np(attributes.as_ptr()) == 0;
+            libc::pthread_attr_destroy(attributes.as_mut_ptr());
+            is_set
+        }
+    }
+    #[cfg(not(target_env = "gnu"))]
+    false
+}
+
 /// Touches the next `bytes` of the calling thread's stack, so that no later call is the first to.
 /// Gives back how many bytes were touched: less where the stack is shorter (64 KiB are left alone).
 pub fn prefault_stack(bytes: usize) -> usize {

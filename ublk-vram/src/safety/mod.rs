@@ -24,7 +24,8 @@
 //!
 //! The order in a server: [`settle_allocator`], [`detach_from_caller`], [`leave_caller_cgroup`],
 //! [`enter_private_mount_namespace`], [`block_termination_signals`], [`protect`], all in the first
-//! thread before there is a second; then the GPU; then [`lock_memory`]; then the device.
+//! thread before there is a second; then the GPU; then [`lock_memory`]; then the device. A process that opens
+//! a GPU says [`limit_thread_stacks`] before, and [`unlock_files`] after its queues are ready.
 //!
 //! swapoff(2) is not here, on purpose: the process that calls it becomes the OOM killer's first
 //! choice, so it is never the server.
@@ -44,6 +45,7 @@ mod process;
 mod root;
 mod swaps;
 mod task_stat;
+mod unlock;
 
 #[cfg(test)]
 mod fixture;
@@ -54,8 +56,8 @@ pub use holders::{Holder, Survey, holders};
 pub use io_flusher::{clear_io_flusher, is_io_flusher, set_io_flusher, tasks_without_io_flusher};
 pub use kernels::kernel_warning;
 pub use memory::{
-    ProcessStatus, can_lock_memory, lock_memory, memory_info, parse_status, pin_programs,
-    prefault_stack, read_status, reserve_heap, settle_allocator, thread_faults,
+    ProcessStatus, can_lock_memory, limit_thread_stacks, lock_memory, memory_info, parse_status,
+    pin_programs, prefault_stack, read_status, reserve_heap, settle_allocator, thread_faults,
 };
 pub use mounts::{Mount, parse_mountinfo, read_mounts};
 pub use namespace::{PROGRAM_DIRECTORIES, enter_private_mount_namespace, mounts_to_detach};
@@ -67,6 +69,7 @@ pub use process::{
 };
 pub use root::{DeviceNumber, Root};
 pub use swaps::{SwapEntry, ghosts, parse_swaps, read_swaps};
+pub use unlock::unlock_files;
 
 use crate::error::{Error, ErrorKind, Result};
 

@@ -46,6 +46,7 @@ pub const SUBCOMMAND: &str = "worker";
 /// Why it ended early; the supervisor has been told.
 pub fn main() -> Result<()> {
     safety::settle_allocator();
+    safety::limit_thread_stacks();
     safety::block_termination_signals()?;
     let mut channel = inherited_channel()?;
     let Some((Order::Begin(begin), fds)) = channel.receive()? else {

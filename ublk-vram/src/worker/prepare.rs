@@ -119,6 +119,8 @@ pub(super) fn prepare(
     if !seats.iter().all(QueueSeat::wait_warm) {
         return Err(why_a_queue_ended(&events));
     }
+    // Every queue is open: what was needed for that is not needed again.
+    safety::unlock_files(&backend.cold_files())?;
     let limit = lab.copy_limit.unwrap_or(LabSpec::COPY_LIMIT);
     let watch = Watch {
         health: integrity.health,

@@ -19,6 +19,7 @@
 //! Memory is exportable (OPAQUE_FD) where the driver can, so that it can outlive its maker.
 
 mod calibrate;
+mod cold;
 mod device;
 mod engine;
 mod host;
@@ -544,6 +545,10 @@ impl Backend for VulkanBackend {
                 Ok((path.name(Direction::Read), queue))
             })
             .collect()
+    }
+
+    fn cold_files(&self) -> Vec<&'static str> {
+        cold::files(&self.device)
     }
 
     fn paths(&self) -> Option<PathsInfo> {
