@@ -176,8 +176,8 @@ pub(super) struct Parts {
 }
 
 /// Adds to the cell of a table by direction and path.
-fn count(table: &mut [[u64; 3]; 2], path: Path, group: &Group, more: u64) {
-    let row = usize::from(group.direction != Direction::Read);
+fn count(table: &mut [[u64; 3]; 2], path: Path, direction: Direction, more: u64) {
+    let row = usize::from(direction != Direction::Read);
     let column = Path::ALL.iter().position(|each| *each == path);
     let cell = table
         .get_mut(row)
@@ -272,8 +272,15 @@ impl VulkanQueue {
         }
     }
 
-    /// Sorts what has arrived into the three ways.
+    /// Sorts what has arrived into the three ways, together with what still waits for the CPU: a thread
+    /// that is given a few requests for the few that it ended would else never see that all of them
+    /// together are better carried by the shader.
     fn plan(&mut self, now: f64) {
+        if self.engines.is_some() && !self.arrived.is_empty() && !self.by_cpu.is_empty() {
+            // The older first.
+            self.by_cpu.extend(self.arrived.drain(..));
+            self.arrived.extend(self.by_cpu.drain(..));
+        }
         while let Some(first) = self.arrived.first() {
             let key = first.key();
             let mut group = Group {
@@ -287,14 +294,11 @@ impl VulkanQueue {
                 group.bytes += u64::from(pending.copy.len);
             }
             let path = self.planner.choose(&group, now);
-            if let Some(path) = path {
-                count(
-                    &mut self.counters.copies,
-                    path,
-                    &group,
-                    u64::from(group.copies),
-                );
-                count(&mut self.counters.bytes, path, &group, group.bytes);
+            // What the CPU carries is counted when it has: until then it may be planned again.
+            if let Some(path @ (Path::Dma | Path::Gather)) = path {
+                let (direction, copies) = (group.direction, u64::from(group.copies));
+                count(&mut self.counters.copies, path, direction, copies);
+                count(&mut self.counters.bytes, path, direction, group.bytes);
             }
             let (by_cpu, by_copy) = (&mut self.by_cpu, &mut self.by_copy);
             let (by_gather, done) = (&mut self.by_gather, &mut self.done);
@@ -441,6 +445,14 @@ impl VulkanQueue {
         {
             let Pending { copy, device, .. } = pending;
             let len = copy.len as usize;
+            let counters = &mut self.counters;
+            count(&mut counters.copies, Path::Bar, copy.direction, 1);
+            count(
+                &mut counters.bytes,
+                Path::Bar,
+                copy.direction,
+                u64::from(copy.len),
+            );
             let routines = self.routines;
             // SAFETY: `device` is the address of `len` mapped bytes of the chunk (`submit`), which stays
             // mapped until the copy's end; `memory` by the caller's promise. That the driver can take the

@@ -187,6 +187,60 @@ fn queues_share_one_engine() {
     });
 }
 
+/// Few together are the CPU's. When more come while some of them still wait, it is all of them that
+/// count.
+#[test]
+fn what_waits_for_the_cpu_is_planned_again_with_what_arrives() {
+    const LEN: u32 = 4 << 20;
+    let layout = Layout::new(63 << 20, Some(64 << 20)).unwrap();
+    let backend = open(&spec(), &layout);
+    let memory = Mapping::anonymous(8 * LEN as usize).unwrap();
+    let cost = |start, copy| {
+        Some(Cost {
+            start,
+            copy,
+            byte: 0.0,
+        })
+    };
+    let mut costs = Costs::default();
+    costs.set(Path::Bar, Direction::Write, cost(0.0, 20e3));
+    // Six copies by the CPU take as long as any number by the shader, its margin included.
+    costs.set(Path::Gather, Direction::Write, cost(96e3, 0.0));
+    let mut queue = backend
+        .queue(
+            QueueId(0),
+            8,
+            std::slice::from_ref(&memory),
+            Paths::ALL,
+            costs,
+        )
+        .unwrap();
+    let mut done = Vec::with_capacity(8);
+    for round in 0..2 {
+        for id in round * 4..round * 4 + 4 {
+            let copy = crate::backend::Copy {
+                id,
+                direction: Direction::Write,
+                chunk: 0,
+                offset: u64::from(id * LEN),
+                len: LEN,
+                memory: memory.at(u64::from(id * LEN), LEN as usize).unwrap(),
+                device_offset: 0,
+            };
+            // SAFETY: the memory is ours, a part for each copy, and all are waited for.
+            unsafe { queue.submit(&copy, &backend.chunks()[0]) };
+        }
+        // One copy takes longer than the CPU has in one poll.
+        queue.poll(&mut done);
+    }
+    while done.len() < 8 {
+        queue.poll(&mut done);
+    }
+    assert!(done.iter().all(|done| done.result == Ok(LEN)));
+    let [_, [by_cpu, _, by_shader]] = queue.path_counters().unwrap().copies;
+    assert_eq!((by_cpu, by_shader), (1, 7));
+}
+
 #[test]
 fn memory_outlives_the_handles_it_came_from() {
     let layout = Layout::new(5 << 20, Some(2 << 20)).unwrap();
