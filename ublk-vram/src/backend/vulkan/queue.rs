@@ -13,7 +13,7 @@
 use std::collections::VecDeque;
 use std::os::fd::RawFd;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::device::Device;
 use super::engine::{Batch, CopyLane, Ended, GatherLane, MOST_PIECES, Part, Waker};
@@ -30,6 +30,10 @@ const CPU_BUDGET: f64 = 30e3;
 /// Nanoseconds to look again and again for the end of an engine's work before sleeping. The end of
 /// a copy of a megabyte is inside; being woken costs as much again.
 const LOOK_NS: f64 = 60e3;
+/// So long after the end that the waker waited for this thread runs at the latest: what it was woken for
+/// had not ended before. On a machine too busy for that a shader in time passes for one that was late, and
+/// rests for a moment.
+const WAKE: Duration = Duration::from_micros(500);
 /// A batch for a copy engine is closed at so many bytes: what is done should be known. Between two
 /// batches the engine pauses (8 us on an H200), so they should not be small either.
 const BATCH_BYTES: u64 = 4 << 20;
@@ -537,6 +541,21 @@ impl VulkanQueue {
         self.done.len() > before
     }
 
+    /// A thread that slept has not looked, and what it was woken for may have taken long: without this
+    /// nobody would know that it was late.
+    fn note_wake(&mut self) {
+        if self.asleep
+            && let Some(engines) = &mut self.engines
+            && !engines.waker.is_armed()
+            && let Some(at) = Instant::now().checked_sub(WAKE)
+        {
+            engines.copy.unfinished_at(at);
+            if let Some(gather) = &mut engines.gather {
+                gather.unfinished_at(at);
+            }
+        }
+    }
+
     /// Notes what the planner believes.
     fn show(&mut self, now: f64) {
         let rows = self.counters.slowdown.iter_mut();
@@ -582,6 +601,7 @@ impl BackendQueue for VulkanQueue {
     }
 
     fn poll(&mut self, done: &mut Vec<Completion>) {
+        self.note_wake();
         let now = self.now();
         self.plan(now);
         let started = self.start_engines(now);

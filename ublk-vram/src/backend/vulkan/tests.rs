@@ -4,6 +4,7 @@
 
 use ash::{Entry, vk};
 
+use super::engine::{Batch, Part};
 use super::inventory::inventory;
 use super::loader::{Instance, failed, loaded};
 use super::select::select;
@@ -185,6 +186,50 @@ fn queues_share_one_engine() {
             });
         }
     });
+}
+
+/// What took long while its thread slept counts as what it was.
+#[test]
+fn a_sleeper_knows_how_long_a_copy_took() {
+    let layout = Layout::new(4 << 20, Some(4 << 20)).unwrap();
+    let backend = open(&spec(), &layout);
+    let memory = Mapping::anonymous(1 << 16).unwrap();
+    let mut engines = backend
+        .engines(QueueId(0), 8, std::slice::from_ref(&memory))
+        .unwrap();
+    let [host] = engines.host.as_slice() else {
+        panic!("one memory, one side")
+    };
+    let part = Part {
+        id: 0,
+        direction: Direction::Write,
+        len: 4096,
+        chunk: backend.allocations[0].buffer,
+        chunk_address: 0,
+        chunk_offset: 0,
+        host: host.buffer(),
+        host_address: 0,
+        host_offset: 0,
+    };
+    let batch = Batch {
+        direction: Direction::Write,
+        plain: 1.0,
+        own: 1.0,
+    };
+    for is_told in [false, true] {
+        assert_eq!(engines.copy.start(&[part], batch), Ok(true));
+        std::thread::sleep(std::time::Duration::from_millis(5));
+        if is_told {
+            engines.copy.unfinished_at(Instant::now());
+        }
+        let mut seen = None;
+        while seen.is_none() {
+            engines.copy.collect(|ended, _| seen = Some(ended.seen));
+        }
+        let seen = seen.unwrap();
+        assert!(seen.by >= 5e6, "{seen:?}");
+        assert_eq!(seen.after >= 5e6, is_told, "{seen:?}");
+    }
 }
 
 /// Few together are the CPU's. When more come while some of them still wait, it is all of them that

@@ -5,6 +5,7 @@
 
 use std::io::Cursor;
 use std::sync::Arc;
+use std::time::Instant;
 
 use ash::vk;
 
@@ -283,6 +284,10 @@ impl GatherLane {
 
     pub(in crate::backend::vulkan) fn next_end(&self) -> Option<(vk::Semaphore, u64)> {
         self.slots.next_end()
+    }
+
+    pub(in crate::backend::vulkan) fn unfinished_at(&mut self, at: Instant) {
+        self.slots.unfinished_at(at);
     }
 
     pub(in crate::backend::vulkan) fn collect(&mut self, each: impl FnMut(&Ended, &[Part])) {

@@ -195,6 +195,11 @@ impl Slots {
         Some((self.timeline, oldest.value))
     }
 
+    /// Somebody else has watched: nothing that is in flight had ended at `at`.
+    pub(super) fn unfinished_at(&mut self, at: Instant) {
+        self.looked = self.looked.max(at);
+    }
+
     /// Takes every batch that has ended; `each` gets its parts.
     pub(super) fn collect(&mut self, mut each: impl FnMut(&Ended, &[Part])) {
         if self.flying.is_empty() {
@@ -384,6 +389,10 @@ impl CopyLane {
 
     pub(in crate::backend::vulkan) fn next_end(&self) -> Option<(vk::Semaphore, u64)> {
         self.slots.next_end()
+    }
+
+    pub(in crate::backend::vulkan) fn unfinished_at(&mut self, at: Instant) {
+        self.slots.unfinished_at(at);
     }
 
     pub(in crate::backend::vulkan) fn collect(&mut self, each: impl FnMut(&Ended, &[Part])) {
