@@ -16,9 +16,9 @@ const MAX_DEFAULT_QUEUES: usize = 4;
 const ARENA_SHARE: u64 = 16;
 /// What a server costs beside its I/O buffers (measured, docs/performance.md "Memory").
 pub const BASE_COST_BYTES: u64 = 16 << 20;
-/// What a GPU's Vulkan driver costs beside that, locked, in worker and standby together: 80 MiB of their own
-/// each, and 170 MiB of libraries that they share (NVIDIA's 580, docs/performance.md, "What a server takes").
-const DRIVER_COST_BYTES: u64 = 330 << 20;
+/// What a GPU's Vulkan driver costs beside that in worker and standby together: 77 MiB of their own each, and 40 MiB of
+/// libraries that they share (NVIDIA's 580, docs/performance.md, "What a server takes").
+const DRIVER_COST_BYTES: u64 = 200 << 20;
 /// More than this part of the device in locked memory is refused unless told otherwise.
 const COST_SHARE: u64 = 4;
 
