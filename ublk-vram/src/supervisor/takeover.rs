@@ -111,6 +111,8 @@ impl Machine {
                 Err(error) => {
                     tracing::error!("{error}");
                     standby.has_hung_up = true;
+                    standby.kill();
+                    self.last_words = Some(error);
                 }
             }
         }
