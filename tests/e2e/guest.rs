@@ -201,7 +201,10 @@ impl Guest {
     pub fn wait_whole(&self, name: &str) -> Result<[i64; 3]> {
         for _ in 0..300 {
             let processes = self.processes(name)?;
-            if processes.iter().all(|&pid| pid > 0) && self.show(name)?["state"] == "live" {
+            let show = self.show(name)?;
+            let is_served = show["state"] == "live"
+                || (show["state"] == "degraded" && show["residency"] == "evictable");
+            if processes.iter().all(|&pid| pid > 0) && is_served {
                 return Ok(processes);
             }
             std::thread::sleep(Duration::from_millis(200));
