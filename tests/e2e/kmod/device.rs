@@ -274,13 +274,13 @@ pub fn kills(kernel: &Kernel) -> Result<()> {
     fio.wait(Duration::from_secs(120))?.ok()?;
     ensure!(under_fio > 0, "nothing was issued again under fio");
 
-    machine.must("vramctl swap on swap0")?;
+    machine.must("vramctl swap on swap0 --force")?;
     let hog = machine.spawn_sh("HOG_STOP=/tmp/stop exec vramtest hog --mib 330 --rounds 1000")?;
     machine.must_within(
         "until [ $(grep '^pswpout ' /proc/vmstat | cut -d' ' -f2) -gt 2000 ]; do sleep 0.5; done",
         120,
     )?;
-    let reissued = kill(12, 16)?;
+    let reissued = kill(10, 14)?;
     machine.must("touch /tmp/stop")?;
     let filled = hog.wait(Duration::from_secs(300))?.ok()?.stdout;
     let filled = report(filled.lines().last().unwrap_or_default())?;
