@@ -472,8 +472,15 @@ impl MemoryHandles {
                 pci::PciMemory::claim_again(address, *bar, layout).map(MemoryHandles::Pci)
             }
             BackendSpec::Cuda { .. } => {
-                cuda::CudaMemory::find_again(gpu.unwrap_or_default(), layout, uuid)
-                    .map(MemoryHandles::Cuda)
+                let found = cuda::CudaMemory::find_again(gpu.unwrap_or_default(), layout, uuid);
+                let what_to_do = |error: Error| {
+                    let name = &spec.name;
+                    let text = format!(
+                        "'{name}' cannot be recovered: {error}: end it with `vramctl remove {name} --force`"
+                    );
+                    Error::new(error.kind, text)
+                };
+                found.map(MemoryHandles::Cuda).map_err(what_to_do)
             }
             BackendSpec::Host | BackendSpec::Vulkan(_) => Err(Error::new(
                 ErrorKind::NotFound,
