@@ -210,12 +210,30 @@ impl Guest {
     pub fn wait_whole(&self, name: &str) -> Result<[i64; 3]> {
         for _ in 0..300 {
             let processes = self.processes(name)?;
-            if processes.iter().all(|&pid| pid > 0) && self.show(name)?["state"] == "live" {
+            let show = self.show(name)?;
+            let is_served = show["state"] == "live"
+                || (show["state"] == "degraded" && show["residency"] == "evictable");
+            if processes.iter().all(|&pid| pid > 0) && is_served {
                 return Ok(processes);
             }
             std::thread::sleep(Duration::from_millis(200));
         }
         bail!("the server is not whole: {}", self.show(name)?)
+    }
+
+    /// Kills every process of a server at once; the disk is an orphan then.
+    pub fn kill_all(&self, name: &str) -> Result<()> {
+        let [supervisor, worker, standby] = self.wait_whole(name)?;
+        self.must(&format!("kill -9 {supervisor} {worker} {standby}"))?;
+        self.wait_state(name, "orphan", 30)
+    }
+
+    /// Waits until `list` shows `name` in a state.
+    pub fn wait_state(&self, name: &str, state: &str, seconds: u64) -> Result<()> {
+        let seen = format!("vramctl list -n -o NAME,STATE | grep -qx '{name} *{state}'");
+        self.must_within(&format!("until {seen}; do sleep 0.1; done"), seconds)
+            .map(drop)
+            .with_context(|| format!("'{name}' never was {state}"))
     }
 
     /// Every thread of every process of the server allocates without I/O, is locked, and nothing of it

@@ -23,6 +23,7 @@ pub const CASES: &[Case] = &[
         On::Every,
         reader_meets_writer,
     ),
+    ("integrity::unverified", On::Newest, unverified),
 ];
 
 const OPTIONS: &str = "--size max --io-memory 4M --allow-unsafe";
@@ -208,6 +209,66 @@ fn across_kills(kernel: &Kernel) -> Result<()> {
         !out.success(),
         "a worker that took over must check too: {out}"
     );
+    guest.must("vramctl remove d")?;
+    guest.nothing_left()?;
+    guest.end()
+}
+
+/// Every process is gone and the checksums with them: they are made again from what is in the memory, and
+/// what changed before is not noticed, what changes after is.
+fn unverified(kernel: &Kernel) -> Result<()> {
+    let guest = Guest::boot(kernel, "unverified", 256, |vm| vm.tools(&["dd", "cmp"]))?;
+    let path = guest.add("d", &format!("{} {OPTIONS}", guest.gpu(0)))?;
+    fill(&guest, &path)?;
+    ensure!(guest.show("d")?["checksum"]["unverified"] == false);
+    guest.kill_all("d")?;
+    flip(&guest, 777 * BLOCK + 1234)?;
+    guest.must_within("vramctl recover d", 90)?;
+    let text = guest.must("vramctl show d")?;
+    ensure!(
+        text.contains("unverified: made again from what is in the memory"),
+        "{text}"
+    );
+    // The worker dies meanwhile: the next one goes on where this one was.
+    let worker = guest.show("d")?["server"]["worker"].clone();
+    guest.must(&format!("kill -9 {worker}"))?;
+    guest.must_within(
+        "until vramctl show d --json | grep -q '\"unverified\": false'; do sleep 0.2; done",
+        120,
+    )?;
+    ensure!(
+        guest.show("d")?["server"]["worker"] != worker
+            && !guest.must("vramctl show d")?.contains("unverified"),
+        "{}",
+        guest.show("d")?
+    );
+    // Delivered as it is, with the one bit; the rest is right.
+    let differ = guest.sh(&format!(
+        "dd if={path} bs=1M count=8 iflag=direct 2>/dev/null | cmp -l - /tmp/data"
+    ))?;
+    let differences: Vec<&str> = differ.stdout.split_whitespace().collect();
+    ensure!(
+        differ.rc == 1
+            && differences.len() == 3
+            && differences[0] == (777 * BLOCK + 1235).to_string(),
+        "{differ}"
+    );
+    // From now on it is noticed, on blocks that were written and on those that never were.
+    for block in [900, 60_000] {
+        // A chunk of 64 MiB gives its last block to its header.
+        flip(&guest, (block + block / 16_383) * BLOCK + 7)?;
+        let out = guest.sh(&format!(
+            "dd if={path} bs=4k skip={block} count=1 iflag=direct of=/dev/null"
+        ))?;
+        ensure!(out.stderr.contains("Input/output error"), "{out}");
+        guest.must_within(
+            &format!(
+                "until dmesg | grep -q 'bad device memory: block {block} '; do sleep 0.2; done"
+            ),
+            20,
+        )?;
+    }
+    ensure!(total(&guest, "bad_blocks")? == 2, "{}", guest.show("d")?);
     guest.must("vramctl remove d")?;
     guest.nothing_left()?;
     guest.end()

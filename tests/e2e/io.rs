@@ -1,6 +1,6 @@
 //! Data through the disk: fio with verification, a filesystem, discards under load.
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use serde_json::Value;
 use vmrig::{Device, Kernel};
 
@@ -54,15 +54,8 @@ fn fio_verify(kernel: &Kernel) -> Result<()> {
 
 /// A device on Vulkan in software: mapped chunks, chunks that only the engines reach, and a planner.
 fn vulkan(kernel: &Kernel) -> Result<()> {
-    const LIBRARIES: &str = "/usr/lib/x86_64-linux-gnu";
-    let icd = "/usr/share/vulkan/icd.d/lvp_icd.x86_64.json";
-    let manifest = std::fs::read(icd).with_context(|| format!("{icd}: mesa-vulkan-drivers"))?;
     let guest = Guest::boot(kernel, "vulkan", 64, |vm| {
-        vm.memory(2048)
-            .tools(&["fio"])
-            .library(format!("{LIBRARIES}/libvulkan.so.1"))
-            .library(format!("{LIBRARIES}/libvulkan_lvp.so"))
-            .file(icd, 0o644, manifest)
+        crate::vulkan::lavapipe(vm.memory(2048).tools(&["fio"]))
     })?;
     let gpus: Value = serde_json::from_str(&guest.must_within("vramctl gpus --json", 60)?)?;
     ensure!(gpus["vulkan"][0]["kind"] == "cpu", "{gpus}");

@@ -17,6 +17,7 @@ mod recovery;
 mod refusals;
 mod remove;
 mod swap;
+mod vulkan;
 
 use std::sync::{Arc, Mutex};
 
@@ -53,6 +54,7 @@ fn main() {
         lifecycle::CASES,
         recovery::CASES,
         refusals::CASES,
+        vulkan::CASES,
         kmod::CASES,
     ]
     .concat();

@@ -27,7 +27,7 @@ pub const CASES: &[Case] = &[
 const OPTIONS: &str = "--size max --io-memory 4M --allow-unsafe";
 
 /// Writes and verifies until /tmp/stop is there, and fails if a byte is wrong.
-fn fio_until_stopped(path: &str) -> String {
+pub fn fio_until_stopped(path: &str) -> String {
     format!(
         "while [ ! -e /tmp/stop ]; do fio --name=x --filename={path} --direct=1 --ioengine=io_uring \
          --iodepth=16 --rw=randwrite --bs=8k --size=24M --loops=3 --verify=crc32c --verify_fatal=1 \
@@ -35,11 +35,11 @@ fn fio_until_stopped(path: &str) -> String {
     )
 }
 
-fn report(line: &str) -> Result<Value> {
+pub fn report(line: &str) -> Result<Value> {
     serde_json::from_str(line).with_context(|| format!("not a report: {line}"))
 }
 
-fn number(report: &Value, key: &str) -> Result<u64> {
+pub fn number(report: &Value, key: &str) -> Result<u64> {
     report[key]
         .as_u64()
         .with_context(|| format!("no {key} in {report}"))
@@ -49,15 +49,8 @@ fn worker(guest: &Guest) -> Result<i64> {
     Ok(guest.processes("d")?[1])
 }
 
-/// Waits until `list` shows `d` in a state.
 fn wait_state(guest: &Guest, state: &str, seconds: u64) -> Result<()> {
-    guest
-        .must_within(
-            &format!("until vramctl list -n -o STATE | grep -qx {state}; do sleep 0.1; done"),
-            seconds,
-        )
-        .map(drop)
-        .with_context(|| format!("it never was {state}"))
+    guest.wait_state("d", state, seconds)
 }
 
 fn kills_under_fio(kernel: &Kernel) -> Result<()> {
@@ -261,12 +254,7 @@ fn all_killed(kernel: &Kernel) -> Result<()> {
     let path = guest.add("d", &format!("{} {OPTIONS}", guest.gpu(0)))?;
     guest.must("dd if=/dev/urandom of=/tmp/data bs=1M count=8 2>/dev/null")?;
     guest.must(&format!("dd if=/tmp/data of={path} bs=64k oflag=direct"))?;
-    let kill_all = |guest: &Guest| -> Result<()> {
-        let [supervisor, worker, standby] = guest.wait_whole("d")?;
-        guest.must(&format!("kill -9 {supervisor} {worker} {standby}"))?;
-        wait_state(guest, "orphan", 30)
-    };
-    kill_all(&guest)?;
+    guest.kill_all("d")?;
     let reader = guest.spawn_sh(&format!(
         "dd if={path} bs=64k count=128 iflag=direct 2>/dev/null | cmp - /tmp/data"
     ))?;
@@ -289,7 +277,7 @@ fn all_killed(kernel: &Kernel) -> Result<()> {
     guest.server_is_protected("d")?;
 
     // Ended by force: who waits gets EIO, and nothing is left.
-    kill_all(&guest)?;
+    guest.kill_all("d")?;
     let writer = guest.spawn_sh(&format!(
         "dd if=/dev/zero of={path} bs=4k count=1 oflag=direct"
     ))?;
@@ -309,7 +297,7 @@ fn all_killed(kernel: &Kernel) -> Result<()> {
         "d",
         "--backend host --size 32M --io-memory 4M --allow-unsafe",
     )?;
-    kill_all(&guest)?;
+    guest.kill_all("d")?;
     guest
         .refused("vramctl recover d", 1, &["went with its last process"])
         .or_else(|_| guest.refused("vramctl recover d", 3, &["went with its last process"]))?;

@@ -34,6 +34,11 @@ pub fn show(name: &DeviceName) -> anyhow::Result<DeviceInfo> {
     Ok(serde_json::from_value(call(name, &Call::Show {})?)?)
 }
 
+/// Live, or live with something that should not be.
+fn is_served(info: &DeviceInfo) -> bool {
+    matches!(info.state, DeviceState::Live | DeviceState::Degraded)
+}
+
 /// Looks until `is_so`.
 fn wait(
     name: &DeviceName,
@@ -61,7 +66,7 @@ pub fn run(plan: &Plan) -> anyhow::Result<()> {
     let mut pauses = Vec::new();
     for round in 0..plan.times {
         let info = wait(name, "the server is not whole", LIMIT, |info| {
-            info.state == DeviceState::Live && (!plan.whole || info.server.standby > 0)
+            is_served(info) && (!plan.whole || info.server.standby > 0)
         })?;
         if plan.hold {
             let actions = [
@@ -85,7 +90,7 @@ pub fn run(plan: &Plan) -> anyhow::Result<()> {
         }
         kill(Pid::from_raw(info.server.worker), Signal::SIGKILL).context("kill")?;
         let after = wait(name, "nobody takes over", LIMIT, |now| {
-            now.state == DeviceState::Live && now.server.takeovers > info.server.takeovers
+            is_served(now) && now.server.takeovers > info.server.takeovers
         })?;
         ensure!(after.server.worker != info.server.worker);
         pauses.push(after.server.last_pause_us / 1000);

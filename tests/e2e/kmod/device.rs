@@ -1,12 +1,50 @@
 //! Block devices whose memory is a region of the module's.
 
 use std::process::Command;
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 use vmrig::{Kernel, workspace};
 
 use super::Machine;
+use crate::recovery::{fio_until_stopped, number, report};
+
+/// Writes 8 MiB that are kept in `file`.
+fn fill(path: &str, file: &str) -> String {
+    format!(
+        "dd if=/dev/urandom of={file} bs=1M count=8 2>/dev/null && \
+         dd if={file} of={path} bs=1M oflag=direct 2>/dev/null"
+    )
+}
+
+/// Whether they are still there.
+fn compare(path: &str, file: &str) -> String {
+    format!("dd if={path} bs=1M count=8 iflag=direct 2>/dev/null | cmp - {file}")
+}
+
+/// All processes of the device are killed while a request is on its way, and `vramctl recover` finds its
+/// region, one of so many, with every byte in it.
+fn recovers(machine: &Machine, name: &str, path: &str, count: &str) -> Result<()> {
+    machine.must(&fill(path, "/tmp/data"))?;
+    machine.kill_all(name)?;
+    let reader = machine.spawn_sh(&compare(path, "/tmp/data"))?;
+    ensure!(
+        regions(machine)? == count,
+        "regions went with the processes"
+    );
+    ensure!(reader.try_wait()?.is_none(), "a request waits for a server");
+    let back = machine.must_within(&format!("vramctl recover {name}"), 90)?;
+    ensure!(back == path, "{back}");
+    reader.wait(Duration::from_secs(60))?.ok()?;
+    machine.server_is_protected(name)?;
+    ensure!(regions(machine)? == count, "another region");
+    // And as ever when its worker dies again.
+    let worker = machine.processes(name)?[1];
+    machine.must(&format!("kill -9 {worker}; {}", compare(path, "/tmp/data")))?;
+    machine.wait_whole(name)?;
+    Ok(())
+}
 
 /// The number of regions, with nobody at the node but who asks.
 fn regions(machine: &Machine) -> Result<String> {
@@ -63,19 +101,13 @@ pub fn device(kernel: &Kernel) -> Result<()> {
     ))?;
     ensure!(bound.is_empty(), "the function is still bound");
 
-    // Every process is killed: the region and its bytes stay, and whoever cleans up finds them.
+    // Every process is killed: the region and its bytes stay, and the next server serves them.
     let path = machine.add(
         "d",
         &format!("{} --size max --io-memory 8M", machine.gpu(0)),
     )?;
-    machine.must(&format!(
-        "dd if=/dev/urandom of={path} bs=1M count=4 oflag=direct 2>/dev/null"
-    ))?;
-    let pid = machine.show("d")?["pid"].as_i64().context("no pid")?;
-    machine.must_within(
-        &format!("kill -9 {pid}; while [ -d /proc/{pid} ]; do sleep 0.1; done; sleep 1"),
-        30,
-    )?;
+    recovers(&machine, "d", &path, "1")?;
+    machine.kill_all("d")?;
     ensure!(
         regions(&machine)? == "1",
         "a sticky region outlives its server"
@@ -159,29 +191,32 @@ pub fn cuda(kernel: &Kernel) -> Result<()> {
     machine.nothing_left()?;
     ensure!(regions(&machine)? == "0", "the region went with its device");
 
-    // Killed: what is left is found and wiped.
-    let path = machine.add("d", "--backend cuda --size 96M --io-memory 4M")?;
-    machine.must(&format!(
-        "dd if=/dev/urandom of={path} bs=1M count=4 oflag=direct 2>/dev/null"
-    ))?;
-    let pid = machine.show("d")?["pid"].as_i64().context("no pid")?;
-    machine.must_within(
-        &format!("kill -9 {pid}; while [ -d /proc/{pid} ]; do sleep 0.1; done; sleep 1"),
-        30,
-    )?;
+    // Killed, both of two alike: each finds its own region again, and what is left is wiped alone.
+    let options = "--backend cuda --size 40M --io-memory 2M --allow-unsafe";
+    let other = machine.add("other", options)?;
+    machine.write_file("/run/cuda-offset", 0o644, b"64")?;
+    let path = machine.add("d", options)?;
+    machine.must(&fill(&other, "/tmp/other"))?;
+    machine.kill_all("other")?;
+    recovers(&machine, "d", &path, "2")?;
+    machine.kill_all("d")?;
     ensure!(
-        regions(&machine)? == "1",
-        "a sticky region outlives its server"
+        regions(&machine)? == "2",
+        "sticky regions outlive their servers"
     );
     machine.must_within("vramctl remove d --force", 60)?;
-    ensure!(regions(&machine)? == "0", "clean-up ends the region");
-    // The mock's pages lie back to front: the device had the last ones of the BAR.
+    ensure!(regions(&machine)? == "1", "clean-up ends its region alone");
+    // The mock's pages lie back to front.
     let file = std::fs::read(&machine.gpu_file)?;
-    let wiped = &file[file.len() - (96 << 20)..];
+    let wiped = &file[file.len() - (104 << 20)..file.len() - (64 << 20)];
     ensure!(
         wiped.iter().all(|byte| *byte == 0),
         "clean-up wipes the memory"
     );
+    machine.must_within("vramctl recover other", 90)?;
+    machine.must_within(&compare(&other, "/tmp/other"), 60)?;
+    machine.must("vramctl remove other")?;
+    machine.nothing_left()?;
     machine.end(true)
 }
 
@@ -208,6 +243,55 @@ pub fn swap_storm(kernel: &Kernel) -> Result<()> {
     );
     machine.must_within(&format!("swapoff {path}"), 200)?;
     machine.must_within("vramctl remove swap0", 60)?;
+    machine.nothing_left()?;
+    machine.end(false)
+}
+
+/// Workers are killed again and again under fio and under a swap storm, with copies held: one region all
+/// the time, no error, and every byte is right.
+pub fn kills(kernel: &Kernel) -> Result<()> {
+    let machine = Machine::boot(kernel, "kmod-kills", 512, |vm| {
+        vm.memory(384)
+            .tools(&["fio"])
+            .panic_on_hung_task(Duration::from_secs(100))
+    })?;
+    let path = machine.add(
+        "swap0",
+        &format!("{} --size max --io-memory 8M --lab-fault", machine.gpu(0)),
+    )?;
+    let kill = |times: u32, takeovers: u64| -> Result<u64> {
+        let command = format!("vramtest kill-worker swap0 --times {times} --whole --hold");
+        let killed = report(&machine.must_within(&command, 400)?)?;
+        ensure!(number(&killed, "takeovers")? == takeovers, "{killed}");
+        ensure!(number(&killed, "errors")? == 0, "{killed}");
+        ensure!(regions(&machine)? == "1", "one region: {killed}");
+        eprintln!("kmod::kills: {killed}");
+        number(&killed, "reissued")
+    };
+    let fio = machine.spawn_sh(&fio_until_stopped(&path))?;
+    let under_fio = kill(4, 4)?;
+    machine.must("touch /tmp/stop")?;
+    fio.wait(Duration::from_secs(120))?.ok()?;
+    ensure!(under_fio > 0, "nothing was issued again under fio");
+
+    machine.must("vramctl swap on swap0 --force")?;
+    let hog = machine.spawn_sh("HOG_STOP=/tmp/stop exec vramtest hog --mib 330 --rounds 1000")?;
+    machine.must_within(
+        "until [ $(grep '^pswpout ' /proc/vmstat | cut -d' ' -f2) -gt 2000 ]; do sleep 0.5; done",
+        120,
+    )?;
+    let reissued = kill(10, 14)?;
+    machine.must("touch /tmp/stop")?;
+    let filled = hog.wait(Duration::from_secs(300))?.ok()?.stdout;
+    let filled = report(filled.lines().last().unwrap_or_default())?;
+    ensure!(filled["bad"] == 0, "{filled}");
+    ensure!(reissued > under_fio, "nothing was issued again under swap");
+    ensure!(
+        machine.vmstat("pswpin")? > 0 && machine.vmstat("pswpout")? > 0,
+        "no storm"
+    );
+    machine.server_is_protected("swap0")?;
+    machine.must_within("vramctl remove swap0 --swapoff", 200)?;
     machine.nothing_left()?;
     machine.end(false)
 }

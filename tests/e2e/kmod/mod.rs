@@ -27,6 +27,7 @@ pub const CASES: &[Case] = &[
     ("kmod::device", On::Newest, device::device),
     ("kmod::cuda", On::Newest, device::cuda),
     ("kmod::swap_storm", On::Newest, device::swap_storm),
+    ("kmod::kills", On::Newest, device::kills),
 ];
 
 /// Slab debugging, zeroing of freed memory, and the kernel's sampled bounds checker: a use after free

@@ -169,11 +169,9 @@ fn prepare(stages: &[&Stage]) -> Result<()> {
     if has("kmod") {
         deps::ensure_programs(&[&deps::BOOT, &deps::KMOD])?;
     }
-    if has("unit") {
-        deps::ensure_vulkan()?;
-    }
     // The unit tests boot machines too: those of vmrig.
     if has("unit") || has("e2e") {
+        deps::ensure_vulkan()?;
         deps::ensure_programs(&[&deps::BOOT, &deps::SWAP, &deps::GUEST])?;
     }
     Ok(())

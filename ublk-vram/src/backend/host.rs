@@ -44,6 +44,7 @@ pub fn available() -> Result<u64> {
 impl HostMemory {
     /// Makes one memfd of the right size for each chunk.
     pub fn create(layout: &Layout) -> Result<HostMemory> {
+        crate::safety::check_open_files(layout.chunks())?;
         let available = available()?;
         if layout.total_bytes() > available {
             return Err(Error::new(

@@ -467,26 +467,40 @@ impl MemoryHandles {
         }
     }
 
-    /// Takes memory again that a device used until all of its processes were gone. Nothing is written
-    /// to it; whether it still holds the device's contents is for its headers to say.
+    /// Takes memory again that the device `uuid`, on `gpu`, used until all of its processes were gone.
+    /// Nothing is written to it; whether it still holds the device's contents is for its headers to say.
     ///
     /// # Errors
     /// [`ErrorKind::NotFound`] if such memory goes with its processes.
-    pub fn find_again(spec: &DeviceSpec, layout: &Layout) -> Result<MemoryHandles> {
+    pub fn find_again(
+        spec: &DeviceSpec,
+        layout: &Layout,
+        uuid: &[u8; 16],
+        gpu: Option<&str>,
+    ) -> Result<MemoryHandles> {
         match &spec.backend {
             BackendSpec::Pci { address, bar } => {
                 pci::PciMemory::claim_again(address, *bar, layout).map(MemoryHandles::Pci)
             }
-            BackendSpec::Host | BackendSpec::Cuda { .. } | BackendSpec::Vulkan(_) => {
-                Err(Error::new(
-                    ErrorKind::NotFound,
-                    format!(
-                        "the memory of '{}' went with its last process, and its contents with it: end it \
-                     with `vramctl remove {} --force`",
-                        spec.name, spec.name
-                    ),
-                ))
+            BackendSpec::Cuda { .. } => {
+                let found = cuda::CudaMemory::find_again(gpu.unwrap_or_default(), layout, uuid);
+                let what_to_do = |error: Error| {
+                    let name = &spec.name;
+                    let text = format!(
+                        "'{name}' cannot be recovered: {error}: end it with `vramctl remove {name} --force`"
+                    );
+                    Error::new(error.kind, text)
+                };
+                found.map(MemoryHandles::Cuda).map_err(what_to_do)
             }
+            BackendSpec::Host | BackendSpec::Vulkan(_) => Err(Error::new(
+                ErrorKind::NotFound,
+                format!(
+                    "the memory of '{}' went with its last process, and its contents with it: end it \
+                     with `vramctl remove {} --force`",
+                    spec.name, spec.name
+                ),
+            )),
         }
     }
 

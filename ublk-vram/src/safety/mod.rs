@@ -64,8 +64,8 @@ pub use namespace::{PROGRAM_DIRECTORIES, enter_private_mount_namespace, mounts_t
 pub use oom::{expose_to_oom_killer, protect_from_oom_killer};
 pub use privileges::{Privileges, missing_privileges};
 pub use process::{
-    abort_on_panic, block_termination_signals, detach_from_caller, forbid_core_dump, name_process,
-    redirect_stdio_to_null,
+    abort_on_panic, allow_open_files, block_termination_signals, check_open_files,
+    detach_from_caller, forbid_core_dump, name_process, redirect_stdio_to_null,
 };
 pub use root::{DeviceNumber, Root};
 pub use swaps::{SwapEntry, ghosts, parse_swaps, read_swaps};
@@ -84,6 +84,7 @@ use crate::error::{Error, ErrorKind, Result};
 /// # Errors
 /// [`ErrorKind::Unsafe`] unless `allow_unsafe`.
 pub fn protect(allow_unsafe: bool, lab_no_memory_lock: bool) -> Result<Vec<String>> {
+    allow_open_files();
     let lock = if lab_no_memory_lock {
         Ok(())
     } else {

@@ -3,6 +3,7 @@
 
 use std::fs::File;
 
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::signal::{SigHandler, SigSet, Signal, signal};
 use nix::sys::stat::{Mode, umask};
 use nix::unistd::{chdir, dup2_stderr, dup2_stdin, dup2_stdout, setsid};
@@ -32,6 +33,42 @@ pub fn detach_from_caller() -> Result<()> {
             .map_err(|e| Error::os(format_args!("cannot ignore {ignored}"), e))?;
     }
     Ok(())
+}
+
+/// Raises the soft limit of open files towards the hard one, for itself and all it starts: memory comes
+/// with a descriptor for each chunk, and goes from process to process. Programs whose soft limit is low by
+/// default are those that use select(2), which none of ours does.
+pub fn allow_open_files() {
+    /// Beyond this nobody needs any, and a library that closes every number there could be takes long.
+    const MOST: u64 = 1 << 16;
+    if let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE) {
+        // What is lost if this fails is found by whoever needs the limit.
+        let _ = setrlimit(Resource::RLIMIT_NOFILE, soft.max(hard.min(MOST)), hard);
+    }
+}
+
+/// Whether memory of `chunks` chunks can be held and handed on.
+///
+/// # Errors
+/// [`ErrorKind::NoSpace`] with the limit that forbids it.
+pub fn check_open_files(chunks: u32) -> Result<()> {
+    /// Descriptors of each chunk in one process: the driver's, ours, a message's on its way, and one.
+    const EACH: u64 = 4;
+    /// Descriptors of a process beside those: rings, sockets, eventfds, the driver's own.
+    const OTHERS: u64 = 256;
+    let wanted = u64::from(chunks) * EACH + OTHERS;
+    let (allowed, _) = getrlimit(Resource::RLIMIT_NOFILE)
+        .map_err(|errno| Error::os("the limit of open files", errno))?;
+    if wanted <= allowed {
+        return Ok(());
+    }
+    Err(Error::new(
+        ErrorKind::NoSpace,
+        format!(
+            "{chunks} chunks need {wanted} open files and {allowed} are allowed: use a larger --chunk, or \
+             raise the limit (ulimit -n, LimitNOFILE=)"
+        ),
+    ))
 }
 
 /// Makes the process one that is never dumped to a core file: its buffers hold what the disk holds,

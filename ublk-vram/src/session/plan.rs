@@ -6,7 +6,7 @@ use crate::backend::MemoryHandles;
 use crate::device::{BackendSpec, DeviceSpec};
 use crate::error::{Error, ErrorKind, Result};
 use crate::size::human;
-use crate::store::{ChecksumTable, Layout};
+use crate::store::{ChecksumTable, Layout, uuid_text};
 use crate::ublk::Shape;
 
 /// One queue for each CPU, up to this many, unless told otherwise: each costs a locked stack and
@@ -63,16 +63,7 @@ impl Identity {
 
     /// The UUID in its text form (RFC 9562, section 4).
     pub fn uuid_text(&self) -> String {
-        let hex: String = self.uuid.iter().map(|byte| format!("{byte:02x}")).collect();
-        let group = |from: usize, to: usize| hex.get(from..to).unwrap_or_default();
-        [
-            group(0, 8),
-            group(8, 12),
-            group(12, 16),
-            group(16, 20),
-            group(20, 32),
-        ]
-        .join("-")
+        uuid_text(&self.uuid)
     }
 }
 

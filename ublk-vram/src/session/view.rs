@@ -107,7 +107,8 @@ impl View {
 }
 
 /// A live device whose memory the GPU's driver may move away is degraded once it is seen to be swap: under
-/// the pressure that makes the kernel swap, the driver takes memory to move it.
+/// the pressure that makes the kernel swap, the driver takes memory to move it. It stays so: that no swap is
+/// on it any more is not known here, a swap file or a volume on it has a name of its own.
 fn degraded(
     state: DeviceState,
     reason: Option<String>,
@@ -119,7 +120,8 @@ fn degraded(
     if state != DeviceState::Live || !is_swap || !is_evictable {
         return (state, reason);
     }
-    let why = "it is swap, on memory that the GPU's driver may move away: it can hang the machine";
+    let why = "it is or was swap, on memory that the GPU's driver may move away: as swap it can hang the \
+               machine";
     let reason = reason.map_or_else(|| why.to_owned(), |reason| format!("{reason}; {why}"));
     (DeviceState::Degraded, Some(reason))
 }

@@ -59,6 +59,20 @@ pub struct Header {
     pub clean: bool,
 }
 
+/// A device's UUID in its text form (RFC 9562, section 4).
+pub fn uuid_text(uuid: &[u8; 16]) -> String {
+    let hex: String = uuid.iter().map(|byte| format!("{byte:02x}")).collect();
+    let group = |from: usize, to: usize| hex.get(from..to).unwrap_or_default();
+    [
+        group(0, 8),
+        group(8, 12),
+        group(12, 16),
+        group(16, 20),
+        group(20, 32),
+    ]
+    .join("-")
+}
+
 /// Why a page is not the header it should be.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum HeaderError {

@@ -13,7 +13,7 @@ pub mod shared;
 mod table;
 
 pub use checksum::ChecksumTable;
-pub use header::{CANARY_BYTES, Header, HeaderError};
+pub use header::{CANARY_BYTES, Header, HeaderError, uuid_text};
 pub use layout::{HEADER_BYTES, Layout, MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, Piece};
 pub use prepare::{read_header, write_headers, zero_and_check};
 pub use table::ChunkTable;

@@ -302,7 +302,8 @@ fn look_at_orphan(
         ));
     }
     let layout = identity.layout()?;
-    let mut memory = MemoryHandles::find_again(&identity.spec, &layout)?;
+    let gpu = fixed.gpu.as_deref();
+    let mut memory = MemoryHandles::find_again(&identity.spec, &layout, &identity.uuid, gpu)?;
     memory.disown();
     let backend = memory.open(&layout)?;
     let mut access = Access::open(&*backend, 0, HEADER_BYTES as usize)?;

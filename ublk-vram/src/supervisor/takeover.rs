@@ -121,6 +121,8 @@ impl Machine {
                 Err(error) => {
                     tracing::error!("{error}");
                     standby.has_hung_up = true;
+                    standby.kill();
+                    self.last_words = Some(error);
                 }
             }
         }

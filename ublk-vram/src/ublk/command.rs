@@ -269,6 +269,38 @@ pub fn device_status(id: u32, limit: Duration) -> Result<DeviceStatus> {
     }
 }
 
+/// Adds the device that `info` describes (ADD_DEV). Drivers before Linux 6.4 know the plain number only.
+///
+/// # Errors
+/// [`ErrorKind::Busy`] if there is one of its number; what else the driver answers.
+pub(super) fn add(info: sys::ublksrv_ctrl_dev_info, limit: Duration) -> Result<()> {
+    let id = info.dev_id;
+    let mut result = 0;
+    for op in [sys::UBLK_U_CMD_ADD_DEV, sys::UBLK_U_CMD_ADD_DEV & 0xff] {
+        let command = Command {
+            op,
+            device: id,
+            data: 0,
+            buffer: Some(Box::new(info)),
+        };
+        result = send(command, "ADD_DEV", limit)?.result;
+        if ![-libc::EOPNOTSUPP, -libc::ENOTTY, -ENOTSUPP].contains(&result) {
+            break;
+        }
+    }
+    match result {
+        0.. => Ok(()),
+        code if code == -libc::EEXIST => Err(Error::new(
+            ErrorKind::Busy,
+            format!("ublk device {id} exists already: choose another --id, or none"),
+        )),
+        code => Err(Error::os(
+            "the ublk driver refuses a new device (ADD_DEV)",
+            std::io::Error::from_raw_os_error(-code),
+        )),
+    }
+}
+
 /// Makes a device let go of its server (QUIESCE_DEV, Linux 6.16): new requests wait, those in flight
 /// are served, then every fetch comes back as aborted. The driver may give up after `limit` in two
 /// parts; what waits then waits on, and the server must be ended in another way.

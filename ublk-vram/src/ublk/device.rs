@@ -160,23 +160,19 @@ impl Target {
                     | features::QUIESCE)
             }
         };
-        let wanted = id.map_or(-1, |id| i32::try_from(id).unwrap_or(i32::MAX));
-        let ctrl = UblkCtrlBuilder::default()
-            .name("vram")
-            .id(wanted)
-            .nr_queues(shape.queues)
-            .depth(shape.depth)
-            .io_buf_bytes(shape.max_io)
-            .ctrl_flags(flags)
-            .dev_flags(UblkFlags::UBLK_DEV_F_ADD_DEV)
-            .build()
-            .map_err(|error| match (&error, id) {
-                (UblkError::UringIOError(code), Some(id)) if *code == -libc::EEXIST => Error::new(
-                    ErrorKind::Busy,
-                    format!("ublk device {id} exists already: choose another --id, or none"),
-                ),
-                _ => explain("the ublk driver refuses a new device (ADD_DEV)", error),
-            })?;
+        const REFUSED: &str = "the ublk driver refuses a new device (ADD_DEV)";
+        let ctrl = match id {
+            Some(id) => add_numbered(id, shape, flags)?,
+            None => UblkCtrlBuilder::default()
+                .name("vram")
+                .nr_queues(shape.queues)
+                .depth(shape.depth)
+                .io_buf_bytes(shape.max_io)
+                .ctrl_flags(flags)
+                .dev_flags(UblkFlags::UBLK_DEV_F_ADD_DEV)
+                .build()
+                .map_err(|error| explain(REFUSED, error))?,
+        };
         let id = ctrl.dev_info().dev_id;
         // Dropped without this, libublk would delete the device and wait without a limit.
         ctrl.disown();
@@ -344,6 +340,33 @@ impl Target {
         drop(self.device);
         simple(sys::UBLK_U_CMD_DEL_DEV, self.id, 0, "DEL_DEV", STOP_LIMIT)
     }
+}
+
+/// ADD_DEV with a number that the user has chosen. Not by libublk: when the driver refuses, it deletes the
+/// device of that number, which is then somebody else's.
+fn add_numbered(id: u32, shape: &Shape, flags: u64) -> Result<UblkCtrl> {
+    let number = i32::try_from(id).map_err(|_| {
+        Error::usage(format!(
+            "{id} is no number of a ublk device: it is too large"
+        ))
+    })?;
+    command::add(
+        sys::ublksrv_ctrl_dev_info {
+            nr_hw_queues: shape.queues,
+            queue_depth: shape.depth,
+            max_io_buf_bytes: shape.max_io,
+            dev_id: id,
+            ublksrv_pid: i32::try_from(std::process::id()).unwrap_or(0),
+            flags,
+            ..Default::default()
+        },
+        START_LIMIT,
+    )?;
+    UblkCtrl::new_simple(number).map_err(|error| {
+        // Nobody has it open; that it may not go is said by `vramctl list`.
+        let _ = simple(sys::UBLK_U_CMD_DEL_DEV, id, 0, "DEL_DEV", STOP_LIMIT);
+        explain(&format!("ublk device {id}"), error)
+    })
 }
 
 pub(super) fn open_device(

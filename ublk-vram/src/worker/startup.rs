@@ -55,7 +55,10 @@ pub(super) fn make(
                 let fds: Vec<_> = exported.fds.iter().map(std::os::fd::AsFd::as_fd).collect();
                 link.report_with(&Report::Memory(exported.description), &fds)?;
             }
-            Err(error) => mortal = mortal.or(Some(error.message)),
+            Err(error) if error.kind == ErrorKind::Unsupported => {
+                mortal = mortal.or(Some(error.message));
+            }
+            Err(error) => return Err(error),
         }
     }
     let helper = SwapoffHelper::start()?;

@@ -77,7 +77,6 @@ fn memory_lock(machine: &Machine) -> Item {
     }
 }
 
-/// It is optional: not having it is no fault.
 /// What the GPUs' drivers do with memory, one line for each GPU that Vulkan knows.
 fn vulkan_gpus() -> Vec<Item> {
     match vulkan::list() {
@@ -93,7 +92,10 @@ fn vulkan_gpus() -> Vec<Item> {
 const GPU: &str = "GPU memory";
 
 pub(super) fn gpu_memory(gpu: &Gpu) -> Item {
-    let what = format!("{} {}", gpu.label(), gpu.name);
+    let what = match gpu.address {
+        Some(address) => format!("{address} {}", gpu.name),
+        None => gpu.name.clone(),
+    };
     match (gpu.usable(true), gpu.residency) {
         (Err(error), _) => Item::ok(GPU, error.to_string()),
         (Ok(()), Residency::Pinned) => Item::ok(GPU, format!("{what}: stays where it is (pinned)")),
@@ -109,6 +111,7 @@ pub(super) fn gpu_memory(gpu: &Gpu) -> Item {
     }
 }
 
+/// It is optional: not having it is no fault.
 fn kernel_module(machine: &Machine) -> Item {
     const ITEM: &str = "kernel module";
     if !Node::is_there() {

@@ -72,7 +72,7 @@ fn clean_up(device: &Device) -> Result<()> {
         let layout = || Layout::new(fixed.size, Some(fixed.chunk_size));
         let wiped = match (fixed.gpu.as_deref(), fixed.backend.as_str()) {
             (Some(address), "pci") => pci::wipe_orphan(address, &layout()?),
-            (_, "cuda") => cuda::wipe_orphans(&layout()?),
+            (_, "cuda") => cuda::wipe_orphans(&layout()?, &fixed.uuid),
             _ => Ok(()),
         };
         match wiped {

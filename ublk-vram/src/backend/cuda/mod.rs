@@ -16,13 +16,14 @@ use maker::{GPU_PAGE, Order};
 pub use maker::{SUBCOMMAND, main as maker_main};
 use serde::{Deserialize, Serialize};
 
+use super::access::Access;
 use super::mapped::{MappedQueue, carve};
 use super::pci::{PciAddress, detach};
 use super::{Backend, BackendQueue, ChunkMemory, Exported, Mapping, MemoryDescription, QueueId};
 use crate::copy::CopyRoutines;
 use crate::error::{Error, ErrorKind, Result};
 use crate::kmod::{NODE, Node, RegionMapping, abi};
-use crate::store::{Layout, zero_and_check};
+use crate::store::{HEADER_BYTES, Layout, read_header, uuid_text, zero_and_check};
 
 /// Of the free memory, so much is left to others: contexts and page tables of the next program.
 const RESERVE: u64 = 1 << 30;
@@ -103,6 +104,26 @@ impl CudaMemory {
             gpu,
             owner: true,
         })
+    }
+
+    /// The region that a device used until all of its processes were gone: a sticky one of the size of
+    /// `layout` whose first header carries the device's `uuid`. `gpu` is where it was. Nothing is written to
+    /// it, and it stays when this is dropped.
+    ///
+    /// # Errors
+    /// [`ErrorKind::NotFound`] if there is none.
+    pub fn find_again(gpu: &str, layout: &Layout, uuid: &[u8; 16]) -> Result<CudaMemory> {
+        for left in left_behind(layout)? {
+            let (mut memory, header) = left?;
+            if header == Some(*uuid) {
+                gpu.clone_into(&mut memory.gpu);
+                return Ok(memory);
+            }
+        }
+        Err(Error::new(
+            ErrorKind::NotFound,
+            format!("no region of the kernel module holds its memory on the NVIDIA GPU {gpu}"),
+        ))
     }
 
     /// The region for another process; ending it stays this one's.
@@ -194,28 +215,64 @@ impl Drop for CudaMemory {
     }
 }
 
-/// Wipes and ends the regions that the dead server of a device of `layout` may have left: sticky ones
-/// of pinned memory, of that size, that nobody is attached to.
-///
-/// # Errors
-/// When one cannot be mapped or wiped; it stays.
-pub fn wipe_orphans(layout: &Layout) -> Result<()> {
+/// A region that nobody has, and the device of its first chunk's header, if it has one.
+type Left = (CudaMemory, Option<[u8; 16]>);
+
+/// Sticky regions of pinned memory that nobody is attached to, of the size of `layout`, one after the other:
+/// each is attached while it is looked at, and stays when it is dropped.
+fn left_behind(layout: &Layout) -> Result<impl Iterator<Item = Result<Left>>> {
     let size = layout.total_bytes().next_multiple_of(GPU_PAGE);
     let list = node()?
         .list()
         .map_err(|error| Error::os(format!("cannot list the regions of {NODE}"), error))?;
     let wanted = abi::REGION_STICKY | abi::REGION_PERSISTENT;
-    for region in list {
-        if region.kind != abi::KIND_NVIDIA
-            || region.flags & wanted != wanted
-            || region.attached != 0
-            || region.size != size
-        {
-            continue;
+    let is_left = move |region: &abi::Region| {
+        region.kind == abi::KIND_NVIDIA
+            && region.flags & wanted == wanted
+            && region.attached == 0
+            && region.size == size
+    };
+    let layout = *layout;
+    let left = list.into_iter().filter(is_left);
+    Ok(left.filter_map(move |region| look_at(region.id, &layout).transpose()))
+}
+
+fn look_at(id: u32, layout: &Layout) -> Result<Option<Left>> {
+    let node = node()?;
+    // Somebody was faster, or its memory is gone.
+    let Ok(region) = node.attach(id, true).and_then(|()| node.stat(id)) else {
+        return Ok(None);
+    };
+    let memory = CudaMemory {
+        node,
+        region,
+        gpu: String::new(),
+        owner: false,
+    };
+    let backend = memory.open(layout)?;
+    let mut access = Access::open(&backend, 0, HEADER_BYTES as usize)?;
+    let header = read_header(&mut access, 0).ok().map(|header| header.uuid);
+    drop((access, backend));
+    Ok(Some((memory, header)))
+}
+
+/// Wipes and ends the region that the dead server of the device `uuid`, of `layout`, left. A server that
+/// died before it wrote a header left one without: those of that size are wiped if there is none with it.
+/// What is another device's stays.
+///
+/// # Errors
+/// When one cannot be mapped or wiped; it stays.
+pub fn wipe_orphans(layout: &Layout, uuid: &str) -> Result<()> {
+    let left = left_behind(layout)?.collect::<Result<Vec<_>>>()?;
+    let is_its = |header: &Option<[u8; 16]>| header.is_some_and(|found| uuid_text(&found) == uuid);
+    let is_labelled = left.iter().any(|(_, header)| is_its(header));
+    for (mut memory, header) in left {
+        if is_its(&header) || (header.is_none() && !is_labelled) {
+            let backend = memory.open(layout)?;
+            zero_and_check(&backend)?;
+            drop(backend);
+            memory.owner = true;
         }
-        let memory = CudaMemory::attach(node()?, region.id, String::new())?;
-        let backend = memory.open(layout)?;
-        zero_and_check(&backend)?;
     }
     Ok(())
 }

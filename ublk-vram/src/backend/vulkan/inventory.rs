@@ -148,8 +148,8 @@ impl Gpu {
             return Err(Error::new(
                 ErrorKind::Unsupported,
                 format!(
-                    "{} is software on the CPU and its memory is system memory: say \
-                     --allow-cpu-device to use it for tests",
+                    "{} is software on the CPU and its memory is system memory: name it by --gpu and \
+                     say --allow-cpu-device to use it for tests",
                     self.label()
                 ),
             ));

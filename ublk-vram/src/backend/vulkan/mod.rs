@@ -49,11 +49,13 @@ use self::engine::{CopyLane, GatherLane, Pipeline, Waker};
 use self::host::HostSide;
 use self::memory::{Allocation, Chunk};
 use self::queue::{BATCH_COPIES, Engines, Parts, VulkanQueue};
+use super::host as system_memory;
 use super::{Backend, BackendQueue, ChunkMemory, Direction, Mapping, PathQueue, QueueId};
 use crate::copy::CopyRoutines;
 use crate::copy::planner::{Cost, Costs, Path, Paths, Planner};
 use crate::device::{CopyPath, PathsInfo, VulkanSpec};
 use crate::error::{Error, ErrorKind, Result};
+use crate::safety;
 use crate::size::human;
 use crate::store::Layout;
 
@@ -86,7 +88,16 @@ pub fn find(name: &str, allow_cpu_device: bool) -> Result<Gpu> {
 /// # Errors
 /// As for [`find`].
 pub fn available(spec: &VulkanSpec) -> Result<u64> {
-    find(&spec.gpu, spec.allow_cpu_device).map(|gpu| takeable(&gpu, spec.reserve))
+    bounded(&find(&spec.gpu, spec.allow_cpu_device)?, spec.reserve)
+}
+
+/// What is takeable; of a CPU device, as far as the system memory that its memory is goes.
+fn bounded(gpu: &Gpu, reserve: Option<u64>) -> Result<u64> {
+    let most = takeable(gpu, reserve);
+    match gpu.residency {
+        Residency::System => Ok(most.min(system_memory::available()?)),
+        Residency::Pinned | Residency::Evictable => Ok(most),
+    }
 }
 
 /// All of the GPU's memory if its engines can move it, else what the CPU can map.
@@ -153,7 +164,10 @@ impl VulkanMemory {
     pub fn create(spec: &VulkanSpec, layout: &Layout) -> Result<VulkanMemory> {
         let device = Device::open(&spec.gpu, spec.allow_cpu_device)?;
         memory::check(&device.gpu, layout)?;
-        let most = takeable(&device.gpu, spec.reserve);
+        if device.gpu.exportable {
+            safety::check_open_files(layout.chunks())?;
+        }
+        let most = bounded(&device.gpu, spec.reserve)?;
         if layout.total_bytes() > most {
             return Err(Error::new(
                 ErrorKind::NoSpace,
@@ -230,7 +244,6 @@ impl VulkanMemory {
         let mut imported = self.imported.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((description, fds)) = imported.take() {
             // What the driver is given it keeps: copies go on to whoever asks this process.
-            allow_descriptors(2 * fds.len())?;
             let kept = copies(&fds)?;
             let backend = self.map_again(layout, &description, fds)?;
             let mut exported = self.exported.lock().unwrap_or_else(PoisonError::into_inner);
@@ -312,29 +325,6 @@ impl VulkanMemory {
     pub fn gpu(&self) -> &Gpu {
         &self.device.gpu
     }
-}
-
-/// Raises the soft limit of open files so that `more` descriptors fit beside those of a server.
-fn allow_descriptors(more: usize) -> Result<()> {
-    use nix::sys::resource::{Resource, getrlimit, setrlimit};
-    /// Descriptors of a server beside those of chunks: rings, sockets, eventfds, the driver's own.
-    const OTHERS: u64 = 256;
-    let wanted = more as u64 + OTHERS;
-    let failed = |errno| Error::os("the limit of open files", errno);
-    let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE).map_err(failed)?;
-    if wanted > hard {
-        return Err(Error::new(
-            ErrorKind::NoSpace,
-            format!(
-                "{more} chunks need {wanted} open files and {hard} are allowed: use a larger --chunk, or \
-                 raise the limit (ulimit -n, LimitNOFILE=)"
-            ),
-        ));
-    }
-    if wanted > soft {
-        setrlimit(Resource::RLIMIT_NOFILE, wanted, hard).map_err(failed)?;
-    }
-    Ok(())
 }
 
 /// The chunks, and the ways to them.
@@ -466,7 +456,6 @@ impl VulkanBackend {
     }
 
     fn export(&self, spec: &VulkanSpec) -> Result<Kept> {
-        allow_descriptors(self.allocations.len())?;
         let count = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
         let mapped = self.chunks.iter().filter(|chunk| chunk.mapping.is_some());
         let description = VulkanDescription {
