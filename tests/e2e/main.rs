@@ -1,7 +1,8 @@
 //! End-to-end cases: the real server on a real kernel's ublk_drv, each case in a machine of its own.
 //!
 //! `cargo xtask test` builds the programs and runs all of them. One case:
-//! `cargo test -p ublk-vram-tests --test e2e -- swap::storm`. A failed case keeps its console under
+//! `cargo test -p ublk-vram-tests --test e2e -- swap::storm`. With `--ignored` those run that are left out on
+//! older kernels: what they try does not depend on the kernel. A failed case keeps its console under
 //! `target/vmrig/logs/`.
 
 mod edges;
@@ -20,6 +21,7 @@ mod swap;
 mod vulkan;
 
 use std::sync::{Arc, Mutex};
+use std::time::Instant;
 
 use libtest_mimic::{Arguments, Failed, Trial};
 use vmrig::{Kernel, KernelSpec};
@@ -30,7 +32,7 @@ const SUITES: [&str; 2] = ["trixie-backports", "trixie"];
 /// On which kernels a case runs.
 #[derive(Clone, Copy, PartialEq)]
 enum On {
-    /// On the newest alone.
+    /// On the newest alone, unless it is asked for (`--ignored`).
     Newest,
     /// On each.
     Every,
@@ -58,6 +60,7 @@ fn main() {
         kmod::CASES,
     ]
     .concat();
+    let wants_extra = arguments.ignored || arguments.include_ignored;
     let trials = SUITES
         .iter()
         .enumerate()
@@ -66,16 +69,22 @@ fn main() {
             let kernel: Arc<Mutex<Option<Kernel>>> = Arc::default();
             cases
                 .iter()
-                .filter(move |(_, on, _)| age == 0 || *on == On::Every)
-                .map(move |&(name, _, run)| {
+                .map(move |&(name, on, run)| (name, age > 0 && on == On::Newest, run))
+                .filter(move |(_, is_extra, _)| wants_extra || !is_extra)
+                .map(move |(name, is_extra, run)| {
                     let kernel = Arc::clone(&kernel);
-                    Trial::test(format!("{name}@{suite}"), move || {
+                    let case = move || {
                         let kernel = resolve(&kernel, suite).map_err(failed)?;
+                        let started = Instant::now();
                         // At once as well as in the summary: a run of all cases takes long.
                         run(&kernel)
                             .inspect_err(|error| eprintln!("{name}@{suite}: {error:#}"))
-                            .map_err(failed)
-                    })
+                            .map_err(failed)?;
+                        let took = started.elapsed().as_secs_f64();
+                        eprintln!("{name}@{suite}: {took:.1} s");
+                        Ok(())
+                    };
+                    Trial::test(format!("{name}@{suite}"), case).with_ignored_flag(is_extra)
                 })
         })
         .collect();
