@@ -30,6 +30,7 @@ pub use stats::{QueueStats, StatsTable};
 pub use tag::{Op, Request};
 use tag::{Slot, Step, Tag};
 
+use crate::backend::registered::Transfer;
 use crate::backend::{BackendQueue, Completion, Direction, QueueId};
 use crate::store::{ChunkTable, Layout};
 
@@ -107,7 +108,9 @@ impl Engine {
     ///
     /// # Safety
     /// `request.memory` must be valid for `request.len` bytes, and touched by nobody else, until the
-    /// request was handed out as [`Finished`]. The tag must not be in flight.
+    /// request was handed out as [`Finished`]; or stand for the request itself
+    /// ([`crate::backend::registered::address_of`]), if [`Integrity::is_blind`]. The tag must not be in
+    /// flight.
     pub unsafe fn submit(&mut self, request: Request) {
         let Some(tag) = self.tags.get_mut(usize::from(request.tag)) else {
             return;
@@ -306,7 +309,22 @@ impl Engine {
             || !self.ended.is_empty()
             || (!self.is_abandoned
                 && (self.backend.should_poll()
-                    || (self.backend.in_flight() > 0 && self.backend.completion_fd().is_none())))
+                    || (self.backend.in_flight() > self.backend.in_kernel()
+                        && self.backend.completion_fd().is_none())))
+    }
+
+    /// The next copy that the kernel is to make, of a backend whose copies are the kernel's: it is to be
+    /// put into the queue's ring now, and its end to be told to [`Engine::transferred`].
+    pub fn next_transfer(&mut self) -> Option<Transfer> {
+        match self.is_abandoned {
+            true => None,
+            false => self.backend.next_transfer(),
+        }
+    }
+
+    /// A copy that was handed out has ended, as the ring tells it.
+    pub fn transferred(&mut self, id: u32, result: i32) {
+        self.backend.transferred(id, result);
     }
 
     /// What becomes readable, once and for good, when the device's memory is lost.
