@@ -10,7 +10,7 @@ use crate::error::Error;
 
 /// Changes with every change of these messages or of the regions' contents: a worker of another
 /// version is turned away before it has anything in hand.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 
 /// What a process is started for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
