@@ -14,6 +14,7 @@
 //! the kernel's requests; a bench can drive it with its own.
 
 pub mod bench;
+mod blind;
 mod integrity;
 mod stats;
 mod tag;
@@ -25,6 +26,7 @@ use std::mem::ManuallyDrop;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 
+use blind::Blind;
 pub use integrity::Integrity;
 pub use stats::{QueueStats, StatsTable};
 pub use tag::{Op, Request};
@@ -60,9 +62,10 @@ pub struct Engine {
     backend: ManuallyDrop<Box<dyn BackendQueue>>,
     stats: Arc<StatsTable>,
     integrity: Integrity,
-    /// One for each copy that can be in flight.
+    blind: Blind,
     /// The memory was lost, and everything in flight was ended.
     is_abandoned: bool,
+    /// One for each request that can be in flight.
     tags: Box<[Tag]>,
     /// Tags whose next slice of zeroes is due, first in first out.
     zeroing: VecDeque<u16>,
@@ -95,6 +98,7 @@ impl Engine {
             backend: ManuallyDrop::new(backend),
             stats,
             integrity,
+            blind: Blind::new(Engine::copies(depth)),
             is_abandoned: false,
             tags: (0..depth).map(|_| Tag::default()).collect(),
             zeroing: VecDeque::with_capacity(usize::from(depth)),
@@ -219,6 +223,7 @@ impl Engine {
             let mut completions = std::mem::take(&mut self.completions);
             completions.clear();
             self.backend.poll(&mut completions);
+            self.blind.begin();
             for completion in &completions {
                 self.complete(completion);
             }
@@ -265,12 +270,21 @@ impl Engine {
             return;
         };
         if let Some(more) = self.judge(index, slot, piece, completion.result) {
-            if self.proceed(index, slot, more) {
+            if self.go_on(index, slot, more) {
                 return;
             }
             self.fail(index, libc::EIO);
         }
-        self.table.leave(self.queue, piece.chunk);
+        self.end_piece(index, piece.chunk);
+        // After it: they may be pieces of the same request, which ends with the last of them.
+        if let Step::Canary { .. } = piece.step {
+            self.end_waiting(completion.id, completion.result);
+        }
+    }
+
+    /// A piece needs no more copies: its request goes on, or ends.
+    fn end_piece(&mut self, index: u16, chunk: u32) {
+        self.table.leave(self.queue, chunk);
         let Some(tag) = self.tags.get_mut(usize::from(index)) else {
             return;
         };
