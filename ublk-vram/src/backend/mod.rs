@@ -312,7 +312,7 @@ pub trait BackendQueue: Send {
         None
     }
 
-    /// The end of one that was handed out: its bytes, or a negative errno, as the ring has it.
+    /// The end of one that was handed out, told once: its bytes, or a negative errno, as the ring has it.
     fn transferred(&mut self, _id: u32, _result: i32) {}
 
     /// Copies that the kernel has in hand: their ends wake the thread that waits for its ring.
