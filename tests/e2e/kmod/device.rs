@@ -159,6 +159,20 @@ pub fn cuda(kernel: &Kernel) -> Result<()> {
     machine.nothing_left()?;
     ensure!(regions(&machine)? == "0", "the region went with its device");
 
+    // The kernel copies to pinned pages too, which do not lie one after the other.
+    let path = machine.add("d", "--backend cuda --size 96M --chunk 8M --zero-copy")?;
+    let show = machine.show("d")?;
+    ensure!(show["zero_copy"] == true, "{show}");
+    machine.must_within(
+        &format!(
+            "fio --name=x --filename={path} --direct=1 --ioengine=io_uring --iodepth=16 --rw=randwrite \
+             --bsrange=4k-512k --size=48M --verify=crc32c --verify_fatal=1 --thread --output-format=terse"
+        ),
+        200,
+    )?;
+    machine.must("vramctl remove d")?;
+    machine.nothing_left()?;
+
     // Killed: what is left is found and wiped.
     let path = machine.add("d", "--backend cuda --size 96M --io-memory 4M")?;
     machine.must(&format!(
