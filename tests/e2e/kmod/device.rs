@@ -191,6 +191,20 @@ pub fn cuda(kernel: &Kernel) -> Result<()> {
     machine.nothing_left()?;
     ensure!(regions(&machine)? == "0", "the region went with its device");
 
+    // The kernel copies to pinned pages too, which do not lie one after the other.
+    let path = machine.add("d", "--backend cuda --size 96M --chunk 8M --zero-copy")?;
+    let show = machine.show("d")?;
+    ensure!(show["zero_copy"] == true, "{show}");
+    machine.must_within(
+        &format!(
+            "fio --name=x --filename={path} --direct=1 --ioengine=io_uring --iodepth=16 --rw=randwrite \
+             --bsrange=4k-512k --size=48M --verify=crc32c --verify_fatal=1 --thread --output-format=terse"
+        ),
+        200,
+    )?;
+    machine.must("vramctl remove d")?;
+    machine.nothing_left()?;
+
     // Killed, both of two alike: each finds its own region again, and what is left is wiped alone.
     let options = "--backend cuda --size 40M --io-memory 2M --allow-unsafe";
     let other = machine.add("other", options)?;

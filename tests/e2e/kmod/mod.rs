@@ -6,6 +6,7 @@
 
 mod device;
 mod node;
+mod zero_copy;
 
 use std::fs;
 use std::path::PathBuf;
@@ -28,6 +29,8 @@ pub const CASES: &[Case] = &[
     ("kmod::cuda", On::Newest, device::cuda),
     ("kmod::swap_storm", On::Newest, device::swap_storm),
     ("kmod::kills", On::Newest, device::kills),
+    ("kmod::zero_copy", On::Newest, zero_copy::zero_copy),
+    ("kmod::zero_copy_lost", On::Newest, zero_copy::lost),
 ];
 
 /// Slab debugging, zeroing of freed memory, and the kernel's sampled bounds checker: a use after free

@@ -210,6 +210,10 @@ pub struct AddArgs {
     #[arg(long, value_enum, value_name = "on|off", num_args = 0..=1, require_equals = true,
           default_missing_value = "on", hide_possible_values = true)]
     pub checksum: Option<Switch>,
+    /// Let the kernel copy, straight between requests and memory that the kernel module holds: no
+    /// checksums, no I/O buffers, no swap
+    #[arg(long)]
+    pub zero_copy: bool,
     /// Make it swap and use it, before all swap of lower priority
     #[arg(long, value_name = "PRIORITY", num_args = 0..=1, require_equals = true,
           default_missing_value = "50", value_parser = clap::value_parser!(u16).range(0..=32767))]

@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use nix::sys::time::TimeSpec;
 use nix::sys::timerfd::{ClockId, Expiration, TimerFd, TimerFlags, TimerSetTimeFlags};
 
+use super::registered::Transfer;
 use super::{
     Backend, BackendQueue, ChunkMemory, Completion, Copy, DRIVER_LOST, Direction, Mapping, QueueId,
 };
@@ -297,8 +298,19 @@ impl BackendQueue for FaultQueue {
 
     /// The inner queue's descriptor is not watched beside the timer: while it works, look again.
     fn should_poll(&self) -> bool {
-        self.inner.should_poll()
-            || (self.inner.in_flight() > 0 && self.inner.completion_fd().is_some())
+        self.inner.in_flight() > self.inner.in_kernel()
+    }
+
+    fn next_transfer(&mut self) -> Option<Transfer> {
+        self.inner.next_transfer()
+    }
+
+    fn transferred(&mut self, id: u32, result: i32) {
+        self.inner.transferred(id, result);
+    }
+
+    fn in_kernel(&self) -> usize {
+        self.inner.in_kernel()
     }
 
     fn completion_fd(&self) -> Option<RawFd> {

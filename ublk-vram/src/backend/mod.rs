@@ -16,6 +16,7 @@
 //! while copies are in flight. Every copy completes exactly once.
 //! Every backend passes the one suite in [`conformance`].
 
+use std::fs::File;
 use std::os::fd::{OwnedFd, RawFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -25,8 +26,10 @@ use serde::{Deserialize, Serialize};
 use crate::device::{BackendSpec, DeviceSpec, PathCounters, PathsInfo};
 use crate::error::{Error, ErrorKind, Result};
 use crate::health::Presence;
+use crate::kmod::Node;
 use crate::size::SizeSpec;
 use crate::store::Layout;
+use registered::Transfer;
 
 pub mod access;
 pub mod bench;
@@ -37,6 +40,7 @@ pub mod footprint;
 pub mod host;
 pub mod mapped;
 pub mod pci;
+pub mod registered;
 pub mod vulkan;
 
 /// The errno of a copy that failed because the memory itself is gone (its mapping was taken away): the
@@ -312,6 +316,20 @@ pub trait BackendQueue: Send {
     fn completion_fd(&self) -> Option<RawFd> {
         None
     }
+
+    /// The next copy that the kernel is to make, through the queue's ring, in place of this backend;
+    /// each is handed out once. Only [`registered`] has any.
+    fn next_transfer(&mut self) -> Option<Transfer> {
+        None
+    }
+
+    /// The end of one that was handed out, told once: its bytes, or a negative errno, as the ring has it.
+    fn transferred(&mut self, _id: u32, _result: i32) {}
+
+    /// Copies that the kernel has in hand: their ends wake the thread that waits for its ring.
+    fn in_kernel(&self) -> usize {
+        0
+    }
 }
 
 /// How memory that another process holds is mapped again; its descriptors go beside it.
@@ -511,6 +529,40 @@ impl MemoryHandles {
             MemoryHandles::Pci(memory) => Ok(Box::new(memory.open(layout)?)),
             MemoryHandles::Cuda(memory) => Ok(Box::new(memory.open(layout)?)),
             MemoryHandles::Vulkan(memory) => Ok(Box::new(memory.open(layout)?)),
+        }
+    }
+
+    /// The region of the kernel module that the memory is, as a file whose offsets are those of the
+    /// chunks, one after the other; `None` if it is none.
+    ///
+    /// # Errors
+    /// There are no descriptors left.
+    pub fn region_file(&self) -> Result<Option<File>> {
+        match self {
+            MemoryHandles::Pci(memory) => memory.region_file(),
+            MemoryHandles::Cuda(memory) => memory.region_file().map(Some),
+            MemoryHandles::Host(_) | MemoryHandles::Vulkan(_) => Ok(None),
+        }
+    }
+
+    /// Whether memory as `spec` names it is a region of the kernel module; else why not.
+    ///
+    /// # Errors
+    /// The reason, with what to do.
+    pub fn check_region(spec: &BackendSpec) -> Result<()> {
+        match spec {
+            BackendSpec::Pci { .. } if Node::is_there() => Ok(()),
+            // It needs the module in any case, and says so.
+            BackendSpec::Cuda { .. } => Ok(()),
+            BackendSpec::Pci { .. } => Err(Error::new(
+                ErrorKind::Unsupported,
+                "--zero-copy goes through the kernel module ublk_vram, which is not loaded: `modprobe \
+                 ublk_vram`, or leave out --zero-copy",
+            )),
+            BackendSpec::Host | BackendSpec::Vulkan(_) => Err(Error::usage(
+                "--zero-copy needs memory that the kernel module holds: it is of --backend pci and of \
+                 --backend cuda",
+            )),
         }
     }
 

@@ -45,6 +45,9 @@ pub struct StaticInfo {
     pub features: Vec<String>,
     /// How bytes move: the copy routines in use (`avx512`, ...).
     pub copy: String,
+    /// Whether the kernel copies, between the pages of requests and the memory (zero copy).
+    #[serde(default)]
+    pub zero_copy: bool,
     /// The copy paths and what they cost, where there is more than one; nothing carried yet.
     #[serde(default)]
     pub paths: Option<PathsInfo>,

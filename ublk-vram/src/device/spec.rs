@@ -37,6 +37,10 @@ pub struct DeviceSpec {
     /// a GPU's.
     #[serde(default)]
     pub checksum: Option<bool>,
+    /// The kernel copies between the pages of requests and the memory, which must be a region of the
+    /// kernel module; the server sees no bytes and has no I/O buffers.
+    #[serde(default)]
+    pub zero_copy: bool,
     /// Start although a protection that swap needs is missing, or the device costs more than a
     /// quarter of its size in locked memory.
     #[serde(default)]

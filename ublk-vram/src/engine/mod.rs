@@ -14,6 +14,7 @@
 //! the kernel's requests; a bench can drive it with its own.
 
 pub mod bench;
+mod blind;
 mod integrity;
 mod stats;
 mod tag;
@@ -25,11 +26,13 @@ use std::mem::ManuallyDrop;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 
+use blind::Blind;
 pub use integrity::Integrity;
 pub use stats::{QueueStats, StatsTable};
 pub use tag::{Op, Request};
 use tag::{Slot, Step, Tag};
 
+use crate::backend::registered::Transfer;
 use crate::backend::{BackendQueue, Completion, Direction, QueueId};
 use crate::store::{ChunkTable, Layout};
 
@@ -59,9 +62,10 @@ pub struct Engine {
     backend: ManuallyDrop<Box<dyn BackendQueue>>,
     stats: Arc<StatsTable>,
     integrity: Integrity,
-    /// One for each copy that can be in flight.
+    blind: Blind,
     /// The memory was lost, and everything in flight was ended.
     is_abandoned: bool,
+    /// One for each request that can be in flight.
     tags: Box<[Tag]>,
     /// Tags whose next slice of zeroes is due, first in first out.
     zeroing: VecDeque<u16>,
@@ -94,6 +98,7 @@ impl Engine {
             backend: ManuallyDrop::new(backend),
             stats,
             integrity,
+            blind: Blind::new(Engine::copies(depth)),
             is_abandoned: false,
             tags: (0..depth).map(|_| Tag::default()).collect(),
             zeroing: VecDeque::with_capacity(usize::from(depth)),
@@ -107,7 +112,9 @@ impl Engine {
     ///
     /// # Safety
     /// `request.memory` must be valid for `request.len` bytes, and touched by nobody else, until the
-    /// request was handed out as [`Finished`]. The tag must not be in flight.
+    /// request was handed out as [`Finished`]; or stand for the request itself
+    /// ([`crate::backend::registered::address_of`]), if [`Integrity::is_blind`]. The tag must not be in
+    /// flight.
     pub unsafe fn submit(&mut self, request: Request) {
         let Some(tag) = self.tags.get_mut(usize::from(request.tag)) else {
             return;
@@ -216,6 +223,7 @@ impl Engine {
             let mut completions = std::mem::take(&mut self.completions);
             completions.clear();
             self.backend.poll(&mut completions);
+            self.blind.begin();
             for completion in &completions {
                 self.complete(completion);
             }
@@ -262,12 +270,21 @@ impl Engine {
             return;
         };
         if let Some(more) = self.judge(index, slot, piece, completion.result) {
-            if self.proceed(index, slot, more) {
+            if self.go_on(index, slot, more) {
                 return;
             }
             self.fail(index, libc::EIO);
         }
-        self.table.leave(self.queue, piece.chunk);
+        self.end_piece(index, piece.chunk);
+        // After it: they may be pieces of the same request, which ends with the last of them.
+        if let Step::Canary { .. } = piece.step {
+            self.end_waiting(completion.id, completion.result);
+        }
+    }
+
+    /// A piece needs no more copies: its request goes on, or ends.
+    fn end_piece(&mut self, index: u16, chunk: u32) {
+        self.table.leave(self.queue, chunk);
         let Some(tag) = self.tags.get_mut(usize::from(index)) else {
             return;
         };
@@ -306,7 +323,22 @@ impl Engine {
             || !self.ended.is_empty()
             || (!self.is_abandoned
                 && (self.backend.should_poll()
-                    || (self.backend.in_flight() > 0 && self.backend.completion_fd().is_none())))
+                    || (self.backend.in_flight() > self.backend.in_kernel()
+                        && self.backend.completion_fd().is_none())))
+    }
+
+    /// The next copy that the kernel is to make, of a backend whose copies are the kernel's: it is to be
+    /// put into the queue's ring now, and its end to be told to [`Engine::transferred`].
+    pub fn next_transfer(&mut self) -> Option<Transfer> {
+        match self.is_abandoned {
+            true => None,
+            false => self.backend.next_transfer(),
+        }
+    }
+
+    /// A copy that was handed out has ended, as the ring tells it.
+    pub fn transferred(&mut self, id: u32, result: i32) {
+        self.backend.transferred(id, result);
     }
 
     /// What becomes readable, once and for good, when the device's memory is lost.

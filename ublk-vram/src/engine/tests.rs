@@ -1,6 +1,7 @@
 //! The engine over the host backend and the fault layer: every request ends once, whole or not at all.
 
 mod integrity;
+mod transfers;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

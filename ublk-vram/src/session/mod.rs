@@ -21,6 +21,7 @@ mod tags;
 mod view;
 
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 
 use crate::backend::MemoryHandles;
 use crate::control::RunDir;
@@ -29,7 +30,7 @@ use crate::engine::StatsTable;
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::shared::SharedMapping;
 use crate::store::{ChecksumTable, Layout};
-use crate::ublk::Shape;
+use crate::ublk::{Buffers, Shape};
 
 pub use channel::{Channel, Sender};
 pub use life::{Life, LifeRecord};
@@ -98,12 +99,25 @@ impl Session {
         map_stats(&self.regions, self.shape.queues)
     }
 
-    /// Maps the I/O buffers.
+    /// The I/O buffers: mapped, or with zero copy the file of the memory's region.
     ///
     /// # Errors
-    /// As [`Session::shared_region`].
-    pub fn map_arena(&self) -> Result<SharedMapping> {
-        self.shared_region("io", self.shape.arena_bytes())
+    /// As [`Session::shared_region`]; [`ErrorKind::Unsupported`] if the memory is no region.
+    pub fn buffers(&self) -> Result<Buffers> {
+        if !self.shape.zero_copy {
+            let arena = self.shared_region("io", self.shape.arena_bytes())?;
+            return Ok(Buffers::Arena(Arc::new(arena)));
+        }
+        match self.memory.region_file()? {
+            Some(file) => Ok(Buffers::Region(Arc::new(file))),
+            None => Err(Error::new(
+                ErrorKind::Unsupported,
+                format!(
+                    "the memory of '{}' is no region of the kernel module ublk_vram: leave out --zero-copy",
+                    self.spec.name
+                ),
+            )),
+        }
     }
 
     /// Maps the region `name` of `bytes` bytes: memory that outlives the worker. The first worker

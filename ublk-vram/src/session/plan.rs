@@ -7,7 +7,7 @@ use crate::device::{BackendSpec, DeviceSpec};
 use crate::error::{Error, ErrorKind, Result};
 use crate::size::human;
 use crate::store::{ChecksumTable, Layout, uuid_text};
-use crate::ublk::Shape;
+use crate::ublk::{Shape, features};
 
 /// One queue for each CPU, up to this many, unless told otherwise: each costs a locked stack and
 /// buffers, and four threads saturate the stores of a PCIe 5 x16 link (docs/performance.md).
@@ -73,10 +73,30 @@ impl Identity {
 /// That the memory cannot be used, the device does not fit, a number is out of its range, or the
 /// device would cost too much of the host's memory.
 pub fn plan(spec: &DeviceSpec) -> Result<(Layout, Shape)> {
+    if spec.zero_copy {
+        check_zero_copy(spec)?;
+    }
     let layout = decide_layout(spec)?;
     let shape = decide_shape(spec, &layout)?;
     refuse_high_cost(spec, &layout, &shape)?;
     Ok((layout, shape))
+}
+
+/// Refuses zero copy where it cannot be, or where what else is asked for cannot be with it.
+fn check_zero_copy(spec: &DeviceSpec) -> Result<()> {
+    if spec.checksum == Some(true) {
+        return Err(Error::usage(
+            "--zero-copy and --checksum=on exclude each other: with zero copy the server never sees the \
+             bytes that it would have to check; leave out one of them",
+        ));
+    }
+    if spec.arena.is_some() {
+        return Err(Error::usage(
+            "--zero-copy needs no I/O buffers: leave out --io-memory",
+        ));
+    }
+    MemoryHandles::check_region(&spec.backend)?;
+    features::probe()?.check_zero_copy()
 }
 
 fn decide_layout(spec: &DeviceSpec) -> Result<Layout> {
@@ -101,6 +121,9 @@ fn decide_shape(spec: &DeviceSpec, layout: &Layout) -> Result<Shape> {
     let queues = spec
         .queues
         .unwrap_or_else(|| u16::try_from(cpus.min(MAX_DEFAULT_QUEUES)).unwrap_or(1));
+    if spec.zero_copy {
+        return Shape::zero_copy(queues, spec.depth);
+    }
     let one_page_each = u64::from(queues) * u64::from(spec.depth) * 4096;
     let arena = spec.arena.unwrap_or_else(|| {
         (layout.device_bytes() / ARENA_SHARE).clamp(
@@ -129,10 +152,11 @@ pub fn cost_bytes(spec: &DeviceSpec, layout: &Layout, shape: &Shape) -> u64 {
     base_cost(&spec.backend) + shape.arena_bytes() as u64 + checksums
 }
 
-/// Whether a device has checksums: as its user said, else as its memory needs them.
+/// Whether a device has checksums: as its user said, else as its memory needs them, and never with zero
+/// copy.
 pub(crate) fn has_checksums(spec: &DeviceSpec) -> bool {
     spec.checksum
-        .unwrap_or_else(|| MemoryHandles::wants_checksums(&spec.backend))
+        .unwrap_or_else(|| !spec.zero_copy && MemoryHandles::wants_checksums(&spec.backend))
 }
 
 fn refuse_high_cost(spec: &DeviceSpec, layout: &Layout, shape: &Shape) -> Result<()> {

@@ -108,6 +108,7 @@ mod tests {
             queues: 1,
             depth: 4,
             max_io: 4096,
+            zero_copy: false,
         };
         let board = TagBoard::map(&Regions::default(), shape).unwrap();
         let (queue, mark) = (QueueId(0), TagMark::new(1, 8, 4096));

@@ -124,6 +124,11 @@ impl Layout {
         self.payload_of(index) + HEADER_BYTES
     }
 
+    /// First byte of chunk `index`, where chunks lie one after the other.
+    pub fn chunk_start(&self, index: u32) -> u64 {
+        u64::from(index) * self.chunk_bytes
+    }
+
     /// Bytes of memory of all chunks.
     pub fn total_bytes(&self) -> u64 {
         self.device_bytes + u64::from(self.chunks()) * HEADER_BYTES
@@ -209,6 +214,8 @@ mod tests {
             let layout = Layout::new(blocks * 4096, Some(2 << 20)).unwrap();
             let payload: u64 = (0..layout.chunks()).map(|i| layout.payload_of(i)).sum();
             let total: u64 = (0..layout.chunks()).map(|i| layout.chunk_bytes(i)).sum();
+            let before: u64 = (1..layout.chunks()).map(|i| layout.chunk_bytes(i - 1)).sum();
+            prop_assert_eq!(before, layout.chunk_start(layout.chunks() - 1));
             prop_assert_eq!(payload, layout.device_bytes());
             prop_assert_eq!(total, layout.total_bytes());
         }

@@ -75,7 +75,9 @@ impl Kept {
     pub(super) fn lock(&mut self) -> Result<View> {
         let shape = self.identity.shape;
         let arena = shape.arena_bytes();
-        self.mapped.push(self.regions.map("io", arena)?);
+        if arena > 0 {
+            self.mapped.push(self.regions.map("io", arena)?);
+        }
         self.tags = Some(TagBoard::map(&self.regions, shape)?);
         let storage = match &self.memory {
             Some(Held::Made(memory)) => memory.system_bytes(&self.layout),

@@ -36,8 +36,11 @@ pub struct Shape {
     pub queues: u16,
     /// Requests in flight for each.
     pub depth: u16,
-    /// Bytes of one request's buffer, a power of two.
+    /// Bytes of the largest request, and of its buffer where it has one; a power of two.
     pub max_io: u32,
+    /// Requests have no buffers of the server's: the kernel copies to and from their own pages.
+    #[serde(default)]
+    pub zero_copy: bool,
 }
 
 impl Shape {
@@ -46,19 +49,7 @@ impl Shape {
     /// # Errors
     /// [`ErrorKind::Usage`] when a number is out of range or the arena too small for one page a tag.
     pub fn new(queues: u16, depth: u16, arena: u64) -> Result<Shape> {
-        if !(1..=MAX_DEPTH).contains(&depth) {
-            return Err(Error::usage(format!(
-                "depth {depth} is not from 1 to {MAX_DEPTH}"
-            )));
-        }
-        // The driver's limit is the CPUs of the machine, whatever this process may run on.
-        // SAFETY: no memory is involved.
-        let cpus = unsafe { libc::sysconf(libc::_SC_NPROCESSORS_CONF) }.max(1);
-        if queues == 0 || i64::from(queues) > cpus {
-            return Err(Error::usage(format!(
-                "{queues} queues were asked for: the driver takes 1 to {cpus}, one for each CPU"
-            )));
-        }
+        check(queues, depth)?;
         let tags = u64::from(queues) * u64::from(depth);
         let share = (arena / tags).min(MAX_IO);
         if share < MIN_IO {
@@ -73,11 +64,29 @@ impl Shape {
             queues,
             depth,
             max_io: u32::try_from(max_io).unwrap_or(4096),
+            zero_copy: false,
+        })
+    }
+
+    /// Queues without I/O buffers.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Usage`] when a number is out of range.
+    pub fn zero_copy(queues: u16, depth: u16) -> Result<Shape> {
+        check(queues, depth)?;
+        Ok(Shape {
+            queues,
+            depth,
+            max_io: MAX_IO as u32,
+            zero_copy: true,
         })
     }
 
     /// Bytes of I/O buffers in all.
     pub fn arena_bytes(&self) -> usize {
+        if self.zero_copy {
+            return 0;
+        }
         usize::from(self.queues) * usize::from(self.depth) * self.max_io as usize
     }
 
@@ -85,6 +94,23 @@ impl Shape {
     pub fn buffer_offset(&self, queue: u16, tag: u16) -> usize {
         (usize::from(queue) * usize::from(self.depth) + usize::from(tag)) * self.max_io as usize
     }
+}
+
+fn check(queues: u16, depth: u16) -> Result<()> {
+    if !(1..=MAX_DEPTH).contains(&depth) {
+        return Err(Error::usage(format!(
+            "depth {depth} is not from 1 to {MAX_DEPTH}"
+        )));
+    }
+    // The driver's limit is the CPUs of the machine, whatever this process may run on.
+    // SAFETY: no memory is involved.
+    let cpus = unsafe { libc::sysconf(libc::_SC_NPROCESSORS_CONF) }.max(1);
+    if queues == 0 || i64::from(queues) > cpus {
+        return Err(Error::usage(format!(
+            "{queues} queues were asked for: the driver takes 1 to {cpus}, one for each CPU"
+        )));
+    }
+    Ok(())
 }
 
 /// Where the block device is.
@@ -159,6 +185,12 @@ impl Target {
                     | features::USER_RECOVERY_REISSUE
                     | features::QUIESCE)
             }
+        };
+        let flags = match shape.zero_copy {
+            true => features
+                .check_zero_copy()
+                .map(|()| flags | features::ZERO_COPY)?,
+            false => flags,
         };
         const REFUSED: &str = "the ublk driver refuses a new device (ADD_DEV)";
         let ctrl = match id {
@@ -375,6 +407,13 @@ pub(super) fn open_device(
     size: u64,
     shape: &Shape,
 ) -> Result<UblkDev> {
+    let has_zero_copy = granted.flags & features::ZERO_COPY == features::ZERO_COPY;
+    if shape.zero_copy && !has_zero_copy {
+        return Err(Error::new(
+            ErrorKind::Unsupported,
+            "the ublk driver grants this device no zero copy: leave out --zero-copy",
+        ));
+    }
     if granted.nr_hw_queues != shape.queues || granted.queue_depth != shape.depth {
         return Err(Error::new(
             ErrorKind::Unsupported,
@@ -388,6 +427,9 @@ pub(super) fn open_device(
         "vram".to_owned(),
         |device| {
             device.tgt.dev_size = size;
+            // libublk would make each ring's table of buffers when the queue begins; ours is there
+            // before (`queue::make_ring`).
+            device.dev_info.flags &= !features::AUTO_BUF_REG;
             device.tgt.params = parameters(size, shape);
             Ok(())
         },
@@ -457,5 +499,9 @@ mod tests {
         assert!(Shape::new(1, 5000, 1 << 30).is_err());
         assert!(Shape::new(0, 1, 1 << 20).is_err());
         assert!(Shape::new(u16::MAX, 1, 1 << 40).is_err());
+        let shape = Shape::zero_copy(1, 64).unwrap();
+        assert_eq!((shape.max_io, shape.arena_bytes()), (1 << 20, 0));
+        assert!(Shape::zero_copy(1, 0).is_err());
+        assert!(Shape::zero_copy(u16::MAX, 1).is_err());
     }
 }

@@ -6,7 +6,7 @@ use libublk::sys;
 use serde::Serialize;
 
 use super::command::{Command, send};
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 
 /// Names of the feature bits (include/uapi/linux/ublk_cmd.h of Linux 7.3), by bit number.
 const NAMES: [&str; 21] = [
@@ -33,6 +33,13 @@ const NAMES: [&str; 21] = [
     "IO_DESC_SIZE",
 ];
 
+/// A request's pages can be a fixed buffer of a ring, and the server never has an address of them.
+pub const SUPPORT_ZERO_COPY: u64 = 1;
+/// The driver itself registers them before it hands a request over, and takes them back when it ends.
+pub const AUTO_BUF_REG: u64 = 1 << 11;
+/// What zero copy takes (Linux 6.16).
+pub const ZERO_COPY: u64 = SUPPORT_ZERO_COPY | AUTO_BUF_REG;
+
 /// The disk outlives its server, and requests wait for the next one.
 pub const USER_RECOVERY: u64 = 1 << 3;
 /// Requests that the dead server had are issued again, not failed.
@@ -54,6 +61,21 @@ impl Features {
     /// Whether a feature bit is set.
     pub fn has(self, bit: u64) -> bool {
         self.bits.is_some_and(|bits| bits & bit != 0)
+    }
+
+    /// Whether the driver can do zero copy; else an error that says so.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] if it cannot, or cannot be asked.
+    pub fn check_zero_copy(self) -> Result<()> {
+        if self.bits.unwrap_or(0) & ZERO_COPY == ZERO_COPY {
+            return Ok(());
+        }
+        Err(Error::new(
+            ErrorKind::Unsupported,
+            "this kernel's ublk driver cannot register the buffers of requests by itself \
+             (UBLK_F_AUTO_BUF_REG, Linux 6.16 and later): leave out --zero-copy",
+        ))
     }
 
     /// The names of the set bits.
@@ -108,9 +130,19 @@ mod tests {
             names(USER_RECOVERY | USER_RECOVERY_REISSUE | QUIESCE),
             ["USER_RECOVERY", "USER_RECOVERY_REISSUE", "QUIESCE"]
         );
+        assert_eq!(names(ZERO_COPY), ["SUPPORT_ZERO_COPY", "AUTO_BUF_REG"]);
         assert_eq!(
             NAMES.get(SAFE_STOP_DEV.trailing_zeros() as usize),
             Some(&"SAFE_STOP_DEV")
         );
+    }
+    #[test]
+    fn zero_copy_needs_both_bits() {
+        let check = |bits| Features { bits }.check_zero_copy();
+        assert!(check(Some(ZERO_COPY | USER_RECOVERY)).is_ok());
+        // Linux 6.0 to 6.15 have the first one alone.
+        for bits in [None, Some(0), Some(SUPPORT_ZERO_COPY), Some(AUTO_BUF_REG)] {
+            assert_eq!(check(bits).unwrap_err().kind, ErrorKind::Unsupported);
+        }
     }
 }

@@ -13,5 +13,5 @@ mod takeover;
 
 pub use command::{DeviceStatus, delete_orphan, device_status, quiesce};
 pub use device::{Geometry, Shape, StopOutcome, Target, Wishes};
-pub use queue::{QueueHandle, QueueSeat, QueueSetup, seat_queue};
+pub use queue::{Buffers, QueueHandle, QueueSeat, QueueSetup, seat_queue};
 pub use takeover::Heir;

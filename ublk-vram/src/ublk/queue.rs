@@ -6,6 +6,7 @@
 //!     every completion: a tag that is ready, or the engine's wake-up
 //!   engine.submit(each ready request)
 //!   engine.advance()                                     copies complete, slices of zeroes go on
+//!   zero copy: one READ_FIXED or WRITE_FIXED entry for each copy that the kernel is to make
 //!   one COMMIT_AND_FETCH entry for each finished tag
 //! ```
 //!
@@ -16,7 +17,8 @@
 //! libublk's queue gives the ring and the mapped descriptors. The commands are built here: libublk
 //! would keep a second account of every tag, and its fetch takes only buffers it allocated itself.
 
-use std::os::fd::RawFd;
+use std::fs::File;
+use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
@@ -26,7 +28,7 @@ use libublk::io::{UblkDev, UblkQueue, ublk_init_task_ring};
 use libublk::{UblkError, sys};
 
 use super::device::Shape;
-use crate::backend::QueueId;
+use crate::backend::{Direction, QueueId, registered};
 use crate::engine::{Engine, Finished, Op, Request, StatsTable};
 use crate::error::{Error, ErrorKind, Result};
 use crate::safety;
@@ -39,15 +41,41 @@ const OURS: u64 = 1 << 63;
 const WAKE: u64 = 1 << 32;
 /// The entry watches for the loss of the device's memory.
 const LOSS: u64 = 1 << 33;
+/// The entry is a copy that the kernel makes; its id is in the lower half.
+const TRANSFER: u64 = 1 << 34;
 /// Bytes of a queue thread's stack; all of it is locked memory.
 const STACK_BYTES: usize = 256 << 10;
 /// Ring entries beside one for each tag: the wake-up, room for its renewal, and the watch for a loss.
 const SPARE_ENTRIES: u32 = 4;
+/// The word of an entry that is `addr` (struct io_uring_sqe in include/uapi/linux/io_uring.h).
+const ADDR_WORD: usize = 2;
 /// UBLK_IO_F_SWAP in `op_flags` (include/uapi/linux/ublk_cmd.h): a write that is swap.
 const OP_FLAG_SWAP: u32 = 1 << 16;
 const SECTOR: u64 = 512;
 /// UBLK_IO_RES_OK as a completion carries it.
 const RES_OK: i32 = sys::UBLK_IO_RES_OK as i32;
+
+/// Where the bytes of requests are while the server has them.
+#[derive(Clone)]
+pub enum Buffers {
+    /// In buffers of the server's.
+    Arena(Arc<SharedMapping>),
+    /// In their own pages, which the kernel copies to and from this file: the region that the device's
+    /// memory is (zero copy).
+    Region(Arc<File>),
+}
+
+impl Buffers {
+    /// Where the request of a tag is.
+    fn of(&self, shape: &Shape, queue: QueueId, tag: u16) -> *mut u8 {
+        match self {
+            Buffers::Arena(arena) => arena
+                .as_ptr()
+                .wrapping_add(shape.buffer_offset(queue.0, tag)),
+            Buffers::Region(_) => registered::address_of(tag, shape.max_io),
+        }
+    }
+}
 
 /// What a queue thread works with.
 pub struct QueueSetup {
@@ -56,7 +84,7 @@ pub struct QueueSetup {
     /// How queues and buffers are cut.
     pub shape: Shape,
     /// The I/O buffers.
-    pub arena: Arc<SharedMapping>,
+    pub buffers: Buffers,
     /// The requests.
     pub engine: Engine,
     /// The counters.
@@ -165,7 +193,11 @@ pub fn seat_queue(
 
 /// Makes the calling thread's ring, which libublk keeps in the thread.
 fn make_ring(queue: QueueId, shape: Shape) -> Result<()> {
-    let entries = u32::from(shape.depth) + SPARE_ENTRIES;
+    let transfers = match shape.zero_copy {
+        true => Engine::copies(shape.depth) as u32,
+        false => 0,
+    };
+    let entries = u32::from(shape.depth) + SPARE_ENTRIES + transfers;
     ublk_init_task_ring(|cell| {
         let ring: IoUring = IoUring::builder()
             // Twice the entries: the completion queue never overflows into allocated memory.
@@ -174,6 +206,12 @@ fn make_ring(queue: QueueId, shape: Shape) -> Result<()> {
             .setup_single_issuer()
             .build(entries)
             .map_err(UblkError::IOError)?;
+        if shape.zero_copy {
+            // The driver puts the request of a tag into the slot of its number.
+            ring.submitter()
+                .register_buffers_sparse(u32::from(shape.depth))
+                .map_err(UblkError::IOError)?;
+        }
         cell.set(ring.into())
             .map_err(|_| UblkError::OtherError(-libc::EEXIST))
     })
@@ -187,11 +225,32 @@ fn set_up_failed(queue: QueueId, error: &UblkError) -> Error {
     )
 }
 
+/// A fetch that has the driver register the request as buffer `tag` of this ring (`struct
+/// ublk_auto_buf_reg` in the entry's `addr`). Where the kernel has no memory for that, the request is to
+/// come all the same, marked, and not to fail unseen.
+fn with_registration(mut entry: squeue::Entry, tag: u16) -> squeue::Entry {
+    let registration = sys::ublk_auto_buf_reg {
+        index: tag,
+        flags: sys::UBLK_AUTO_BUF_REG_FALLBACK as u8,
+        ..Default::default()
+    };
+    let word = sys::ublk_auto_buf_reg_to_sqe_addr(&registration);
+    // SAFETY: an entry is a `struct io_uring_sqe` (`repr(C)`, 64 bytes, aligned to 8), whose third word
+    // is `addr`; every value is a valid one.
+    unsafe {
+        std::ptr::from_mut(&mut entry)
+            .cast::<u64>()
+            .add(ADDR_WORD)
+            .write(word);
+    }
+    entry
+}
+
 struct Server<'a> {
     queue: UblkQueue<'a>,
     id: QueueId,
     shape: Shape,
-    arena: Arc<SharedMapping>,
+    buffers: Buffers,
     engine: Engine,
     stats: Arc<StatsTable>,
     tags: Arc<TagBoard>,
@@ -218,7 +277,7 @@ impl<'a> Server<'a> {
             queue,
             id: setup.queue,
             shape: setup.shape,
-            arena: setup.arena,
+            buffers: setup.buffers,
             engine: setup.engine,
             stats: setup.stats,
             tags: setup.tags,
@@ -260,12 +319,13 @@ impl<'a> Server<'a> {
             self.take_ready();
             self.clear_wake();
             self.engine.advance(&mut self.finished);
+            self.transfer()?;
             self.commit()?;
             self.arm_wake()?;
         }
         if self.engine.has_abandoned_copies() {
             // An engine may still write there.
-            std::mem::forget(Arc::clone(&self.arena));
+            std::mem::forget(self.buffers.clone());
         }
         Ok(())
     }
@@ -274,6 +334,7 @@ impl<'a> Server<'a> {
     fn enter(&mut self, wait: usize) -> Result<()> {
         let (ready, aborted) = (&mut self.ready, &mut self.aborted);
         let (refused, armed) = (&mut self.refused, &mut self.wake_armed);
+        let engine = &mut self.engine;
         let outcome = self.queue.flush_and_wake_io_tasks(
             |user_data, completion, _last| {
                 let tag = (user_data & u64::from(u16::MAX)) as u16;
@@ -281,6 +342,9 @@ impl<'a> Server<'a> {
                     _ if user_data & WAKE != 0 => *armed = false,
                     // Once and for good; the engine sees it for itself.
                     _ if user_data & LOSS != 0 => {}
+                    result if user_data & TRANSFER != 0 => {
+                        engine.transferred(user_data as u32, result);
+                    }
                     RES_OK => ready.push(tag),
                     sys::UBLK_IO_RES_ABORT => *aborted = aborted.saturating_add(1),
                     errno => *refused = Some((tag, errno)),
@@ -329,15 +393,19 @@ impl<'a> Server<'a> {
             };
             let len = u64::from(descriptor.nr_sectors) * SECTOR;
             let fits = len <= u64::from(self.shape.max_io) || !matches!(op, Op::Read | Op::Write);
-            let buffer = self.shape.buffer_offset(self.id.0, tag);
+            // The kernel had no memory for the entry of its buffer table.
+            let is_missing = descriptor.op_flags & sys::UBLK_IO_F_NEED_REG_BUF != 0;
             let request = Request {
                 tag,
-                op: if fits { op } else { Op::Refuse(libc::EIO) },
+                op: match (fits, is_missing) {
+                    (true, false) => op,
+                    (true, true) => Op::Refuse(libc::ENOMEM),
+                    (false, _) => Op::Refuse(libc::EIO),
+                },
                 swap: descriptor.op_flags & OP_FLAG_SWAP != 0,
                 offset: descriptor.start_sector.saturating_mul(SECTOR),
                 len,
-                // SAFETY: `buffer` is inside the arena, which `Shape` cut for every queue and tag.
-                memory: unsafe { self.arena.as_ptr().add(buffer) },
+                memory: self.buffers.of(&self.shape, self.id, tag),
             };
             let mark = TagMark::new(
                 descriptor.op_flags,
@@ -349,9 +417,11 @@ impl<'a> Server<'a> {
                 self.stats.of(self.id).reissued();
             }
             self.tags.set(self.id, tag, mark);
-            // SAFETY: the tag's buffer has `max_io` bytes and is its alone; the kernel does not
-            // touch it between delivering the request and the commit; a delivered tag is not in
-            // flight in the engine, because it was committed before.
+            // SAFETY: the tag's buffer is inside the arena, which `Shape` cut for every queue and tag; it
+            // has `max_io` bytes and is its alone; the kernel does not touch it between delivering the
+            // request and the commit. With zero copy the address stands for the request, and the engine
+            // was made for that. A delivered tag is not in flight in the engine, because it was
+            // committed before.
             unsafe { self.engine.submit(request) };
         }
     }
@@ -372,13 +442,43 @@ impl<'a> Server<'a> {
         outcome
     }
 
+    /// Puts the copies that the kernel is to make into the ring. It makes them when the ring is entered,
+    /// on this thread: the region's file never has to wait (docs/kmod.md), and their ends are there
+    /// when the call returns.
+    fn transfer(&mut self) -> Result<()> {
+        let Buffers::Region(file) = &self.buffers else {
+            return Ok(());
+        };
+        let fd = types::Fd(file.as_raw_fd());
+        while let Some(transfer) = self.engine.next_transfer() {
+            // The address in a buffer that the driver has registered counts from 0
+            // (io_buffer_register_bvec in io_uring/rsrc.c).
+            let at = std::ptr::without_provenance_mut::<u8>(transfer.skip as usize);
+            let entry = match transfer.direction {
+                Direction::Read => opcode::ReadFixed::new(fd, at, transfer.len, transfer.tag)
+                    .offset(transfer.offset)
+                    .build(),
+                Direction::Write | Direction::Zero => {
+                    opcode::WriteFixed::new(fd, at, transfer.len, transfer.tag)
+                        .offset(transfer.offset)
+                        .build()
+                }
+            };
+            self.push(entry.user_data(OURS | TRANSFER | u64::from(transfer.id)))?;
+        }
+        Ok(())
+    }
+
     fn command(&self, op: u32, tag: u16, result: i32) -> Result<()> {
-        let offset = self.shape.buffer_offset(self.id.0, tag);
         let command = sys::ublksrv_io_cmd {
             q_id: self.id.0,
             tag,
             result,
-            addr: self.arena.as_ptr().wrapping_add(offset) as u64,
+            addr: match &self.buffers {
+                Buffers::Arena(_) => self.buffers.of(&self.shape, self.id, tag) as u64,
+                // The driver refuses one.
+                Buffers::Region(_) => 0,
+            },
         };
         // SAFETY: `ublksrv_io_cmd` is 16 bytes of plain data without padding (uapi struct).
         let bytes = unsafe { std::mem::transmute::<sys::ublksrv_io_cmd, [u8; 16]>(command) };
@@ -386,7 +486,10 @@ impl<'a> Server<'a> {
             .cmd(bytes)
             .build()
             .user_data(OURS | u64::from(tag));
-        self.push(entry)
+        match &self.buffers {
+            Buffers::Arena(_) => self.push(entry),
+            Buffers::Region(_) => self.push(with_registration(entry, tag)),
+        }
     }
 
     /// Takes the event that fired out of the completion descriptor. This comes before the engine

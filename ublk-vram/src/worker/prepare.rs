@@ -16,6 +16,7 @@ use super::orders::Shared;
 use super::swapoff::SwapoffHelper;
 use crate::backend::access::Access;
 use crate::backend::fault::{FaultBackend, FaultControl};
+use crate::backend::registered::RegisteredBackend;
 use crate::backend::{Backend, QueueId};
 use crate::copy::CopyRoutines;
 use crate::device::{CrashPoint, LabSpec};
@@ -26,7 +27,7 @@ use crate::safety;
 use crate::session::{Report, Session, TagBoard};
 use crate::store::ChunkTable;
 use crate::store::shared::SharedMapping;
-use crate::ublk::{QueueSeat, QueueSetup, seat_queue};
+use crate::ublk::{Buffers, QueueSeat, QueueSetup, seat_queue};
 
 /// Bytes of a thread's stack beside those of queues; all of it is locked memory.
 const STACK_BYTES: usize = 192 << 10;
@@ -56,8 +57,12 @@ pub(super) fn prepare(
     events: Receiver<Event>,
 ) -> Result<Prepared> {
     let stats = Arc::new(session.map_state()?);
-    let arena = Arc::new(session.map_arena()?);
+    let buffers = session.buffers()?;
     let tags = Arc::new(TagBoard::map(&session.regions, session.shape)?);
+    if session.shape.zero_copy {
+        let max_io = session.shape.max_io;
+        backend = Box::new(RegisteredBackend::new(backend, session.layout, max_io));
+    }
     let lab = &session.spec.lab;
     let fault = lab.fault.then(|| Arc::new(FaultControl::default()));
     if let Some(fault) = &fault {
@@ -73,13 +78,17 @@ pub(super) fn prepare(
         }
     }
     start_signal_thread(link.clone(), sender.clone(), Arc::clone(shared))?;
-    let integrity = Integrity::new(
+    let mut integrity = Integrity::new(
         session.shape.queues,
         session.shape.depth,
         shared.status.view().checksums.clone(),
         header(session, 0, session.generation).canary(),
     )?;
-    let memory = [SharedMapping::as_mapping(&arena), integrity.lines.clone()];
+    integrity.is_blind = session.shape.zero_copy;
+    let mut memory = vec![integrity.lines.clone()];
+    if let Buffers::Arena(arena) = &buffers {
+        memory.insert(0, SharedMapping::as_mapping(arena));
+    }
     let mut is_engine = false;
     let depth = session.shape.depth;
     let mut seats = Vec::with_capacity(usize::from(session.shape.queues));
@@ -106,7 +115,7 @@ pub(super) fn prepare(
         let setup = QueueSetup {
             queue,
             shape: session.shape,
-            arena: Arc::clone(&arena),
+            buffers: buffers.clone(),
             engine,
             stats: Arc::clone(&stats),
             tags: Arc::clone(&tags),

@@ -354,6 +354,7 @@ fn describe(session: &Session, backend: &dyn Backend, target: &Target) -> Static
         chunks: session.layout.chunks(),
         features: target.feature_names(),
         copy: backend.copy_path(),
+        zero_copy: session.shape.zero_copy,
         pid: 0,
         worker: i32::try_from(std::process::id()).unwrap_or(0),
         mortal: None,

@@ -12,7 +12,7 @@ use ublk_vram::size::{SizeSpec, human};
 use ublk_vram::{Error, ErrorKind, Result, session};
 
 use super::limit_for;
-use super::swap::evictable;
+use super::swap::{evictable, zero_copy};
 use crate::args::{AddArgs, BackendName, MemoryArgs, Switch};
 use crate::devices::{ASK_LIMIT, Devices};
 use crate::output;
@@ -22,6 +22,9 @@ use crate::swap::{SwapOn, make_and_swap_on};
 pub fn run(args: &AddArgs) -> Result<()> {
     let backend = choose_backend(&args.memory, pci::list, vulkan::list)?;
     refuse_evictable_swap(args, &backend)?;
+    if args.swap.is_some() && args.zero_copy {
+        return Err(zero_copy(&args.name));
+    }
     let spec = specification(args, backend)?;
     let server = find_server();
     if args.dry_run {
@@ -219,6 +222,7 @@ fn specification(args: &AddArgs, backend: BackendSpec) -> Result<DeviceSpec> {
         arena: args.io_memory,
         chunk: args.chunk,
         checksum: args.checksum.map(|switch| switch == Switch::On),
+        zero_copy: args.zero_copy,
         allow_unsafe: args.allow_unsafe,
         fail_after: args.fail_after.map(|limit| limit.as_secs().max(1)),
         lab: LabSpec {
@@ -433,7 +437,7 @@ mod tests {
     fn arguments_become_the_specification() {
         let args = args(
             "fast --size 1.5G --backend host --id 7 --queues 2 --depth 32 --io-memory 8M --chunk 64M \
-             --checksum=off --allow-unsafe --lab-fault --lab-copy-limit 9 --lab-no-memory-lock --lab-no-safe-stop --lab-log /tmp/log \
+             --checksum=off --zero-copy --allow-unsafe --lab-fault --lab-copy-limit 9 --lab-no-memory-lock --lab-no-safe-stop --lab-log /tmp/log \
              --lab-no-recovery --lab-crash before-end:3 --fail-after 90",
         );
         let spec = specification(&args, BackendSpec::Host).unwrap();
@@ -442,7 +446,7 @@ mod tests {
             serde_json::json!({
                 "name": "fast", "size": {"bytes": 1_610_612_736u64}, "backend": {"kind": "host"},
                 "id": 7, "queues": 2, "depth": 32, "arena": 8 << 20, "chunk": 64 << 20,
-                "checksum": false, "allow-unsafe": true, "fail-after": 90,
+                "checksum": false, "zero-copy": true, "allow-unsafe": true, "fail-after": 90,
                 "lab": {
                     "no-memory-lock": true, "fault": true, "copy-limit": 9, "no-recovery": true, "crash": {"at": "before-end", "count": 3}, "no-safe-stop": true,
                     "log-file": "/tmp/log",

@@ -38,6 +38,9 @@ fn on(args: &SwapOnArgs) -> Result<()> {
     if !args.allow_evictable && disk.residency.as_deref() == Some(Residency::Evictable.as_str()) {
         return Err(evictable(&args.name));
     }
+    if disk.zero_copy {
+        return Err(zero_copy(&args.name));
+    }
     let how = SwapOn {
         priority: args.priority,
         discard: args.discard,
@@ -54,6 +57,17 @@ pub fn evictable(name: &DeviceName) -> Error {
             "'{name}' is no safe swap: its GPU's driver may move the memory to system memory, and \
              takes memory to do so, which can hang the machine; --allow-evictable swaps to it all the \
              same"
+        ),
+    )
+}
+
+/// Why a device with zero copy is no swap.
+pub fn zero_copy(name: &DeviceName) -> Error {
+    Error::new(
+        ErrorKind::Unsafe,
+        format!(
+            "'{name}' is no safe swap with zero copy: the kernel allocates memory for requests on their way, \
+             which under swap can fail or wait for itself; leave out --zero-copy for swap"
         ),
     )
 }

@@ -14,6 +14,7 @@ use crate::{cargo, deps};
 
 mod fio;
 mod report;
+mod zero_copy;
 
 use fio::JOBS;
 use report::{Cost, Row};
@@ -34,6 +35,9 @@ pub struct Arguments {
     /// How long each job is measured, after one second that is not
     #[arg(long, value_name = "SECONDS", default_value_t = 4)]
     seconds: u32,
+    /// Compare zero copy with copies by the server instead, on the kernel module
+    #[arg(long, conflicts_with = "write")]
+    zero_copy: bool,
     /// Put the result between the markers of this document
     #[arg(long, value_name = "FILE")]
     write: Option<PathBuf>,
@@ -49,21 +53,28 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     let programs = cargo::build_release()?;
     let kernel = KernelSpec::Suite(arguments.suite.clone()).resolve()?;
     let kib = DEVICE_MIB << 10;
-    let vm = VmBuilder::new(&kernel)
+    let builder = VmBuilder::new(&kernel)
         .name("xtask-bench")
         .memory(arguments.memory)
-        .device(Device::Qxl { vram_mib: 512 })
         .module("ublk_drv")
-        .module(&format!("brd rd_nr=1 rd_size={kib}"))
-        .module("zram num_devices=1")
         .tools(&["fio", "dd"])
         .program(programs.join("ublk-vram"))
-        .program(programs.join("vramctl"))
+        .program(programs.join("vramctl"));
+    if arguments.zero_copy {
+        let vm = zero_copy::boot(builder, &kernel)?;
+        println!("{}", zero_copy::table(&vm, arguments)?);
+        vm.shutdown()?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let vm = builder
+        .device(Device::Qxl { vram_mib: 512 })
+        .module(&format!("brd rd_nr=1 rd_size={kib}"))
+        .module("zram num_devices=1")
         .boot()?;
     let costs = costs(&vm)?;
     let load = host_load()?;
     let devices = devices(&vm)?;
-    let rows = measure(&vm, &devices, arguments.seconds)?;
+    let rows = measure(&vm, &devices, &["host", "pci"], arguments.seconds)?;
     let names = devices.each_ref().map(|(name, _)| *name);
     let section = format!(
         "{}\nEach cell: the figure, and in brackets its ratio to brd.\n\n{}\nWhat a server takes of \
@@ -125,7 +136,8 @@ fn devices(vm: &Vm) -> Result<[(&'static str, String); 4]> {
     Ok(devices)
 }
 
-fn measure(vm: &Vm, devices: &[(&str, String)], seconds: u32) -> Result<Vec<Row>> {
+/// Runs every job on every device; `ours` are those of a server, by name.
+fn measure(vm: &Vm, devices: &[(&str, String)], ours: &[&str], seconds: u32) -> Result<Vec<Row>> {
     let mut rows = Vec::new();
     for job in &JOBS {
         eprintln!("xtask: {}", job.name);
@@ -139,7 +151,7 @@ fn measure(vm: &Vm, devices: &[(&str, String)], seconds: u32) -> Result<Vec<Row>
             figures: figures.collect::<Result<_>>()?,
         });
     }
-    for name in ["host", "pci"] {
+    for name in ours {
         let errors: u64 = show(vm, name)?["queue"]
             .as_array()
             .context("no queues in show")?

@@ -10,6 +10,7 @@
 mod driver;
 mod maker;
 
+use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
 
 use maker::{GPU_PAGE, Order};
@@ -131,8 +132,7 @@ impl CudaMemory {
     /// # Errors
     /// There are no descriptors left.
     pub fn export(&self) -> Result<Exported> {
-        let fd = self.node.as_fd().try_clone_to_owned();
-        let fd = fd.map_err(|error| Error::os(format!("dup of {NODE}"), error))?;
+        let fd = self.region_file()?.into();
         Ok(Exported {
             description: MemoryDescription::Cuda(CudaDescription {
                 region: self.region.id,
@@ -164,6 +164,16 @@ impl CudaMemory {
             gpu: description.gpu,
             owner: false,
         })
+    }
+
+    /// The region as a file.
+    ///
+    /// # Errors
+    /// There are no descriptors left.
+    pub fn region_file(&self) -> Result<File> {
+        let fd = self.node.as_fd().try_clone_to_owned();
+        fd.map(File::from)
+            .map_err(|error| Error::os(format!("dup of {NODE}"), error))
     }
 
     /// Whether it is for this process to end the region.

@@ -105,6 +105,14 @@ impl PciMemory {
         })
     }
 
+    /// The BAR's region in the kernel module as a file, where the claim goes through the module.
+    ///
+    /// # Errors
+    /// There are no descriptors left.
+    pub fn region_file(&self) -> Result<Option<File>> {
+        self.region.as_ref().map(|region| region.file()).transpose()
+    }
+
     /// Whether it is for this process to set back what was changed when the claim ends.
     pub fn set_owner(&mut self, owner: bool) {
         self.owner = owner;
