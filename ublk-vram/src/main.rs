@@ -74,6 +74,7 @@ enum Command {
 fn main() -> ExitCode {
     // SAFETY: no thread has been started yet.
     unsafe { ublk_vram::backend::vulkan::keep_layers_out() };
+    safety::allow_open_files();
     let outcome = match Args::parse().command {
         Command::Serve { adopt: true, .. } => supervisor::adopt(),
         Command::Serve {

@@ -7,7 +7,6 @@
 
 use super::tag::{Slot, Step};
 use super::{Engine, id_of};
-use crate::store::CANARY_BYTES;
 
 /// Reads that wait for the canary of another one.
 pub(super) struct Blind {
@@ -62,9 +61,10 @@ impl Engine {
         true
     }
 
-    /// A canary was judged: ends the reads that waited for it.
-    pub(super) fn end_waiting(&mut self, leader: u32, result: Result<u32, i32>) {
-        let is_believed = result == Ok(CANARY_BYTES as u32) && !self.integrity.health.is_lost();
+    /// A canary was judged: ends the reads that waited for it. What they read is believed only if the read
+    /// whose canary it was is.
+    pub(super) fn end_waiting(&mut self, leader: u32, is_believed: bool) {
+        let is_believed = is_believed && !self.integrity.health.is_lost();
         let mut at = 0;
         while let Some(waiting) = self.blind.waiting.get(at).copied() {
             if waiting.leader != leader {

@@ -194,6 +194,10 @@ impl Engine {
                         self.integrity
                             .health
                             .report(IoEvent::CanaryBlinked { chunk });
+                        if self.integrity.is_blind {
+                            // Nobody has seen what was read just before, and it may be as wrong.
+                            self.fail(index, libc::EIO);
+                        }
                         None
                     }
                     Ok(()) => None,

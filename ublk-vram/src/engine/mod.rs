@@ -275,10 +275,12 @@ impl Engine {
             }
             self.fail(index, libc::EIO);
         }
+        let tag = self.tags.get(usize::from(index));
+        let is_believed = tag.is_some_and(|tag| !tag.failed());
         self.end_piece(index, piece.chunk);
         // After it: they may be pieces of the same request, which ends with the last of them.
         if let Step::Canary { .. } = piece.step {
-            self.end_waiting(completion.id, completion.result);
+            self.end_waiting(completion.id, is_believed);
         }
     }
 

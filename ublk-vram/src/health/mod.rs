@@ -174,7 +174,9 @@ impl Health {
     /// The driver has lost the GPU. No request that was in flight is answered if another process takes
     /// them over; else the memory is lost.
     pub fn driver_lost(&self) {
-        if let Some(hand_over) = self.hand_over.get() {
+        if let Some(hand_over) = self.hand_over.get()
+            && !self.is_lost()
+        {
             hand_over();
         }
         self.lose(Loss::Driver);
@@ -324,6 +326,8 @@ mod tests {
         });
         health.driver_lost();
         assert!(!was_asked.recv().unwrap(), "asked before anybody is told");
+        health.driver_lost();
+        assert!(was_asked.try_recv().is_err(), "what is lost stays lost");
         assert_eq!(health.loss(), Some(Loss::Driver), "nobody took over");
     }
 

@@ -84,7 +84,6 @@ use crate::error::{Error, ErrorKind, Result};
 /// # Errors
 /// [`ErrorKind::Unsafe`] unless `allow_unsafe`.
 pub fn protect(allow_unsafe: bool, lab_no_memory_lock: bool) -> Result<Vec<String>> {
-    allow_open_files();
     let lock = if lab_no_memory_lock {
         Ok(())
     } else {

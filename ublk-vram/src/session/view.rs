@@ -107,7 +107,8 @@ impl View {
 }
 
 /// A live device whose memory the GPU's driver may move away is degraded once it is seen to be swap: under
-/// the pressure that makes the kernel swap, the driver takes memory to move it. It stays so: that no swap is
+/// the pressure that makes the kernel swap, the driver takes memory to move it. So is one with zero copy, for
+/// whose requests the kernel takes memory. It stays so: that no swap is
 /// on it any more is not known here, a swap file or a volume on it has a name of its own.
 fn degraded(
     state: DeviceState,
@@ -117,12 +118,18 @@ fn degraded(
 ) -> (DeviceState, Option<String>) {
     let is_swap = queues.iter().any(|queue| queue.swap_writes > 0);
     let is_evictable = fixed.residency.as_deref() == Some(Residency::Evictable.as_str());
-    if state != DeviceState::Live || !is_swap || !is_evictable {
+    let because = if is_evictable {
+        "on memory that the GPU's driver may move away"
+    } else if fixed.zero_copy {
+        "with zero copy, for which the kernel allocates memory"
+    } else {
+        return (state, reason);
+    };
+    if state != DeviceState::Live || !is_swap {
         return (state, reason);
     }
-    let why = "it is or was swap, on memory that the GPU's driver may move away: as swap it can hang the \
-               machine";
-    let reason = reason.map_or_else(|| why.to_owned(), |reason| format!("{reason}; {why}"));
+    let why = format!("it is or was swap, {because}: as swap it can hang the machine");
+    let reason = reason.map_or_else(|| why.clone(), |reason| format!("{reason}; {why}"));
     (DeviceState::Degraded, Some(reason))
 }
 
@@ -155,5 +162,16 @@ mod tests {
         assert_eq!(seen("evictable", Live, 0), Live);
         assert_eq!(seen("evictable", Draining, 1), Draining);
         assert_eq!(seen("pinned", Live, 1), Live);
+        let zero_copy = StaticInfo {
+            zero_copy: true,
+            ..fixed("pinned")
+        };
+        let queue = QueueInfo {
+            swap_writes: 1,
+            ..QueueInfo::default()
+        };
+        let (state, reason) = degraded(Live, None, &zero_copy, &[queue]);
+        assert_eq!(state, Degraded);
+        assert!(reason.unwrap().contains("zero copy"));
     }
 }

@@ -336,12 +336,15 @@ impl Machine {
                 Ok(Some((report, fds))) => self.hear(report, fds),
                 // Its pidfd tells.
                 Ok(None) => worker.has_hung_up = true,
-                // Both sides would wait for ever; what it holds is safe without it.
                 Err(error) => {
                     tracing::error!("{error}");
                     worker.has_hung_up = true;
-                    worker.kill();
-                    self.last_words = Some(error);
+                    let state = self.status.current().state;
+                    if self.survives.is_ok() || state == DeviceState::Creating {
+                        // Both sides would wait for ever; what it holds is safe without it.
+                        worker.kill();
+                        self.last_words = Some(error);
+                    }
                 }
             }
         }

@@ -43,6 +43,10 @@ const WAKE: u64 = 1 << 32;
 const LOSS: u64 = 1 << 33;
 /// The entry is a copy that the kernel makes; its id is in the lower half.
 const TRANSFER: u64 = 1 << 34;
+/// So many bytes of copies that the kernel makes go with one call: it looks neither at signals nor at the
+/// scheduler until all of them are done (io_submit_sqes in io_uring/io_uring.c), and a read through a bus
+/// takes some 2 ms for each megabyte.
+const TURN_BYTES: u32 = 4 << 20;
 /// Bytes of a queue thread's stack; all of it is locked memory.
 const STACK_BYTES: usize = 256 << 10;
 /// Ring entries beside one for each tag: the wake-up, room for its renewal, and the watch for a loss.
@@ -442,15 +446,19 @@ impl<'a> Server<'a> {
         outcome
     }
 
-    /// Puts the copies that the kernel is to make into the ring. It makes them when the ring is entered,
-    /// on this thread: the region's file never has to wait (docs/kmod.md), and their ends are there
-    /// when the call returns.
+    /// Puts copies that the kernel is to make into the ring, not too many at once. It makes them when the
+    /// ring is entered, on this thread: the region's file never has to wait (docs/kmod.md), and their ends
+    /// are there when the call returns.
     fn transfer(&mut self) -> Result<()> {
         let Buffers::Region(file) = &self.buffers else {
             return Ok(());
         };
         let fd = types::Fd(file.as_raw_fd());
-        while let Some(transfer) = self.engine.next_transfer() {
+        let mut bytes = 0;
+        while bytes < TURN_BYTES
+            && let Some(transfer) = self.engine.next_transfer()
+        {
+            bytes += transfer.len;
             // The address in a buffer that the driver has registered counts from 0
             // (io_buffer_register_bvec in io_uring/rsrc.c).
             let at = std::ptr::without_provenance_mut::<u8>(transfer.skip as usize);

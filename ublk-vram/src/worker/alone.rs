@@ -52,7 +52,9 @@ fn adoption(orders: &Orders) -> Result<Channel> {
     let exported = session.memory.export();
     let (memory, memory_fds) = match exported {
         Ok(exported) => (Some(exported.description), exported.fds),
-        Err(_) => (None, Vec::new()),
+        Err(error) if error.kind == ErrorKind::Unsupported => (None, Vec::new()),
+        // Of descriptors there may be enough the next time.
+        Err(error) => return Err(error),
     };
     let current = orders.shared.status.current();
     let fixed = current.fixed.ok_or_else(|| {

@@ -56,6 +56,10 @@ pub(super) fn outlive_driver(shared: &Arc<Shared>, health: &Health, tried: Optio
             return;
         }
         let record = shared.status.view().life.record();
+        if record.supervisor.load(Ordering::SeqCst) == 0 {
+            // There is nobody to take over, and the memory would go with this process.
+            return;
+        }
         // The queue threads find out together.
         if record.driver_lost.swap(1, Ordering::SeqCst) == 0 {
             record.driver_losses.fetch_add(1, Ordering::SeqCst);

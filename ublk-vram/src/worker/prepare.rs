@@ -84,6 +84,10 @@ pub(super) fn prepare(
         shared.status.view().checksums.clone(),
         header(session, 0, session.generation).canary(),
     )?;
+    if session.shape.zero_copy && integrity.checksums.is_some() {
+        // They would be made of bytes at addresses that are none.
+        return Err(Error::usage("zero copy has no checksums"));
+    }
     integrity.is_blind = session.shape.zero_copy;
     let mut memory = vec![integrity.lines.clone()];
     if let Buffers::Arena(arena) = &buffers {

@@ -32,6 +32,7 @@ struct Row {
 }
 
 pub fn engine(args: &BenchEngineArgs) -> Result<()> {
+    safety::allow_open_files();
     let backend = choose_backend(
         &args.memory,
         ublk_vram::backend::pci::list,

@@ -24,7 +24,7 @@ use super::{Backend, BackendQueue, ChunkMemory, Exported, Mapping, MemoryDescrip
 use crate::copy::CopyRoutines;
 use crate::error::{Error, ErrorKind, Result};
 use crate::kmod::{NODE, Node, RegionMapping, abi};
-use crate::store::{HEADER_BYTES, Layout, read_header, uuid_text, zero_and_check};
+use crate::store::{HEADER_BYTES, HeaderError, Layout, read_header, uuid_text, zero_and_check};
 
 /// Of the free memory, so much is left to others: contexts and page tables of the next program.
 const RESERVE: u64 = 1 << 30;
@@ -225,7 +225,7 @@ impl Drop for CudaMemory {
     }
 }
 
-/// A region that nobody has, and the device of its first chunk's header, if it has one.
+/// A region that nobody has, and the device of its first chunk's header, if it has a header.
 type Left = (CudaMemory, Option<[u8; 16]>);
 
 /// Sticky regions of pinned memory that nobody is attached to, of the size of `layout`, one after the other:
@@ -261,9 +261,14 @@ fn look_at(id: u32, layout: &Layout) -> Result<Option<Left>> {
     };
     let backend = memory.open(layout)?;
     let mut access = Access::open(&backend, 0, HEADER_BYTES as usize)?;
-    let header = read_header(&mut access, 0).ok().map(|header| header.uuid);
+    let header = read_header(&mut access, 0);
     drop((access, backend));
-    Ok(Some((memory, header)))
+    Ok(match header {
+        Ok(header) => Some((memory, Some(header.uuid))),
+        Err(HeaderError::NoMagic) => Some((memory, None)),
+        // Somebody's, of another version, or damaged.
+        Err(_) => None,
+    })
 }
 
 /// Wipes and ends the region that the dead server of the device `uuid`, of `layout`, left. A server that
@@ -276,13 +281,14 @@ pub fn wipe_orphans(layout: &Layout, uuid: &str) -> Result<()> {
     let left = left_behind(layout)?.collect::<Result<Vec<_>>>()?;
     let is_its = |header: &Option<[u8; 16]>| header.is_some_and(|found| uuid_text(&found) == uuid);
     let is_labelled = left.iter().any(|(_, header)| is_its(header));
-    for (mut memory, header) in left {
-        if is_its(&header) || (header.is_none() && !is_labelled) {
-            let backend = memory.open(layout)?;
-            zero_and_check(&backend)?;
-            drop(backend);
-            memory.owner = true;
-        }
+    let mut wiped = left;
+    // The others are let go before anything that takes long: their devices may be looking for them.
+    wiped.retain(|(_, header)| is_its(header) || (header.is_none() && !is_labelled));
+    for (mut memory, _) in wiped {
+        let backend = memory.open(layout)?;
+        zero_and_check(&backend)?;
+        drop(backend);
+        memory.owner = true;
     }
     Ok(())
 }

@@ -117,6 +117,29 @@ fn reads_of_one_poll_share_a_canary() {
     assert!(is_lost);
 }
 
+/// A bus that came back has given anything before, and nobody saw what.
+#[test]
+fn reads_before_a_canary_that_blinked_are_not_believed() {
+    let mut bench = blind_bench();
+    bench.ask(0, Op::Read, 0, 4096);
+    bench.ask(1, Op::Read, 4096, 4096);
+    let taken = bench.taken();
+    let canary = bench.chunks[0].at(PAYLOAD, CANARY_BYTES).unwrap();
+    // SAFETY: inside the mapping of the chunk, and no copy is running.
+    unsafe { canary.write_bytes(0xff, CANARY_BYTES) };
+    for transfer in taken {
+        bench.engine.transferred(transfer.id, 4096);
+    }
+    bench.engine.advance(&mut bench.finished);
+    assert!(bench.finished.is_empty(), "the canary is being read");
+    let right = bench.integrity.canary;
+    // SAFETY: as above: the copy of the canary was made when it was submitted.
+    unsafe { canary.copy_from_nonoverlapping(right.as_ptr(), CANARY_BYTES) };
+    let ended = bench.finish(2);
+    assert!(ended.iter().all(|request| request.result == -libc::EIO));
+    assert!(!bench.integrity.health.is_lost());
+}
+
 #[test]
 fn a_canary_that_cannot_be_read_lets_nobody_be_believed() {
     let mut bench = blind_bench();
