@@ -2,7 +2,8 @@
 //!
 //! `cargo xtask test` builds the programs and runs all of them. One case:
 //! `cargo test -p ublk-vram-tests --test e2e -- swap::storm`. A failed case keeps its console under
-//! `target/vmrig/logs/`.
+//! `target/vmrig/logs/`. With E2E_DEBUG_KERNEL the cases run on the kernel that `cargo xtask kmod
+//! debug-kernel` left in that directory, and on no other.
 
 mod edges;
 mod endings;
@@ -25,6 +26,9 @@ use vmrig::{Kernel, KernelSpec};
 
 /// The kernels the cases run on, newest first: Debian suites.
 const SUITES: [&str; 2] = ["trixie-backports", "trixie"];
+
+/// Names the directory of a debug kernel.
+const DEBUG_KERNEL: &str = "E2E_DEBUG_KERNEL";
 
 /// On which kernels a case runs.
 #[derive(Clone, Copy, PartialEq)]
@@ -56,19 +60,26 @@ fn main() {
         kmod::CASES,
     ]
     .concat();
-    let trials = SUITES
+    let kernels = match std::env::var_os(DEBUG_KERNEL) {
+        Some(dir) => vec![("debug", KernelSpec::Debug(dir.into()))],
+        None => SUITES
+            .map(|suite| (suite, KernelSpec::Suite(suite.to_owned())))
+            .to_vec(),
+    };
+    let trials = kernels
         .iter()
         .enumerate()
-        .flat_map(|(age, suite)| {
+        .flat_map(|(age, (suite, spec))| {
             // Fetched by the first case that needs it, once.
             let kernel: Arc<Mutex<Option<Kernel>>> = Arc::default();
             cases
                 .iter()
                 .filter(move |(_, on, _)| age == 0 || *on == On::Every)
                 .map(move |&(name, _, run)| {
-                    let kernel = Arc::clone(&kernel);
+                    let (kernel, spec) = (Arc::clone(&kernel), spec.clone());
+                    let suite = *suite;
                     Trial::test(format!("{name}@{suite}"), move || {
-                        let kernel = resolve(&kernel, suite).map_err(failed)?;
+                        let kernel = resolve(&kernel, &spec).map_err(failed)?;
                         // At once as well as in the summary: a run of all cases takes long.
                         run(&kernel)
                             .inspect_err(|error| eprintln!("{name}@{suite}: {error:#}"))
@@ -80,14 +91,14 @@ fn main() {
     libtest_mimic::run(&arguments, trials).exit();
 }
 
-fn resolve(kernel: &Mutex<Option<Kernel>>, suite: &str) -> anyhow::Result<Kernel> {
+fn resolve(kernel: &Mutex<Option<Kernel>>, spec: &KernelSpec) -> anyhow::Result<Kernel> {
     let mut kernel = kernel
         .lock()
         .unwrap_or_else(std::sync::PoisonError::into_inner);
     if let Some(kernel) = &*kernel {
         return Ok(kernel.clone());
     }
-    let resolved = KernelSpec::Suite(suite.to_owned()).resolve()?;
+    let resolved = spec.resolve()?;
     Ok(kernel.insert(resolved).clone())
 }
 

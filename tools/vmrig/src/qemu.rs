@@ -285,6 +285,7 @@ mod tests {
             release: "x".into(),
             image: "/k".into(),
             modules: "/m".into(),
+            debug: false,
         };
         let hardware = Hardware {
             kernel: &kernel,
