@@ -222,6 +222,7 @@ impl Vm {
             "WARNING:",
             "Oops",
             "INFO: task ",
+            "INFO: trying to register non-static key",
             "stall",
             "Call Trace:",
         ];
