@@ -3,7 +3,8 @@
 //! `cargo xtask test` builds the programs and runs all of them. One case:
 //! `cargo test -p ublk-vram-tests --test e2e -- swap::storm`. With `--ignored` those run that are left out on
 //! older kernels: what they try does not depend on the kernel. A failed case keeps its console under
-//! `target/vmrig/logs/`.
+//! `target/vmrig/logs/`. With E2E_DEBUG_KERNEL the cases run on the kernel that `cargo xtask kmod
+//! debug-kernel` left in that directory, and on no other.
 
 mod edges;
 mod endings;
@@ -28,6 +29,9 @@ use vmrig::{Kernel, KernelSpec};
 
 /// The kernels the cases run on, newest first: Debian suites.
 const SUITES: [&str; 2] = ["trixie-backports", "trixie"];
+
+/// Names the directory of a debug kernel.
+const DEBUG_KERNEL: &str = "E2E_DEBUG_KERNEL";
 
 /// On which kernels a case runs.
 #[derive(Clone, Copy, PartialEq)]
@@ -61,10 +65,16 @@ fn main() {
     ]
     .concat();
     let wants_extra = arguments.ignored || arguments.include_ignored;
-    let trials = SUITES
+    let kernels = match std::env::var_os(DEBUG_KERNEL) {
+        Some(dir) => vec![("debug", KernelSpec::Debug(dir.into()))],
+        None => SUITES
+            .map(|suite| (suite, KernelSpec::Suite(suite.to_owned())))
+            .to_vec(),
+    };
+    let trials = kernels
         .iter()
         .enumerate()
-        .flat_map(|(age, suite)| {
+        .flat_map(|(age, (suite, spec))| {
             // Fetched by the first case that needs it, once.
             let kernel: Arc<Mutex<Option<Kernel>>> = Arc::default();
             cases
@@ -72,9 +82,10 @@ fn main() {
                 .map(move |&(name, on, run)| (name, age > 0 && on == On::Newest, run))
                 .filter(move |(_, is_extra, _)| wants_extra || !is_extra)
                 .map(move |(name, is_extra, run)| {
-                    let kernel = Arc::clone(&kernel);
+                    let (kernel, spec) = (Arc::clone(&kernel), spec.clone());
+                    let suite = *suite;
                     let case = move || {
-                        let kernel = resolve(&kernel, suite).map_err(failed)?;
+                        let kernel = resolve(&kernel, &spec).map_err(failed)?;
                         let started = Instant::now();
                         // At once as well as in the summary: a run of all cases takes long.
                         run(&kernel)
@@ -91,14 +102,14 @@ fn main() {
     libtest_mimic::run(&arguments, trials).exit();
 }
 
-fn resolve(kernel: &Mutex<Option<Kernel>>, suite: &str) -> anyhow::Result<Kernel> {
+fn resolve(kernel: &Mutex<Option<Kernel>>, spec: &KernelSpec) -> anyhow::Result<Kernel> {
     let mut kernel = kernel
         .lock()
         .unwrap_or_else(std::sync::PoisonError::into_inner);
     if let Some(kernel) = &*kernel {
         return Ok(kernel.clone());
     }
-    let resolved = KernelSpec::Suite(suite.to_owned()).resolve()?;
+    let resolved = spec.resolve()?;
     Ok(kernel.insert(resolved).clone())
 }
 

@@ -133,7 +133,7 @@ impl Machine {
         let process = self.spawn_sh(&format!("exec vramtest kmod {arguments} < {pipe}"))?;
         // Opens the pipe, which the program waits for, and keeps it open.
         self.must(&format!("(sleep 1000 > {pipe} &)"))?;
-        let deadline = Instant::now() + Duration::from_secs(30);
+        let deadline = Instant::now() + Duration::from_secs(120);
         loop {
             let (out, err) = process.output()?;
             if let Some((line, _)) = out.split_once('\n') {

@@ -44,6 +44,11 @@ pub struct VmBuilder {
     grace: Duration,
 }
 
+/// How many times as long a machine with a debug kernel may take for anything, and the memory in MiB that it
+/// has beside what was asked for.
+const DEBUG_PATIENCE: u32 = 6;
+const DEBUG_MEMORY: u64 = 256;
+
 /// What the console shows of it: the breakpoint that the kernel puts over an instruction while it changes
 /// it (text_poke_bp in arch/x86/kernel/alternative.c), met by a CPU that does not see the handler's table
 /// yet. Under multi-threaded TCG that happens to one boot in some hundred; it is no fault of the guest.
@@ -106,7 +111,7 @@ impl VmBuilder {
     /// Makes the kernel panic when a task has been blocked for so long (whole seconds).
     #[must_use]
     pub fn panic_on_hung_task(self, after: Duration) -> Self {
-        let seconds = after.as_secs().max(1);
+        let seconds = after.saturating_mul(self.patience()).as_secs().max(1);
         self.append(&format!(
             "sysctl.kernel.hung_task_timeout_secs={seconds} sysctl.kernel.hung_task_panic=1"
         ))
@@ -209,6 +214,14 @@ impl VmBuilder {
         self
     }
 
+    fn patience(&self) -> u32 {
+        if self.kernel.debug { DEBUG_PATIENCE } else { 1 }
+    }
+
+    fn memory_mib(&self) -> u64 {
+        self.memory_mib + if self.kernel.debug { DEBUG_MEMORY } else { 0 }
+    }
+
     /// Boots the machine and waits for its guest agent. A boot that the emulator spoils is tried once more.
     ///
     /// # Errors
@@ -237,11 +250,11 @@ impl VmBuilder {
         let (initramfs, length) =
             initramfs::build(&self.contents, &modules).context("cannot make the initramfs")?;
         let needed = (length >> 20) * 2 + 100;
-        if self.memory_mib < needed {
+        if self.memory_mib() < needed {
             return Err(Error::Host(anyhow!(
                 "{} MiB of memory are too few for an initramfs of {} MiB: \
                  give the machine {needed} MiB or leave out tools",
-                self.memory_mib,
+                self.memory_mib(),
                 length >> 20
             )));
         }
@@ -249,7 +262,7 @@ impl VmBuilder {
         let (qemu, sockets) = Qemu::start(Hardware {
             kernel: &self.kernel,
             initramfs,
-            memory_mib: self.memory_mib,
+            memory_mib: self.memory_mib(),
             cpus: self.cpus,
             append: &self.append.join(" "),
             devices: &self.devices,
@@ -263,6 +276,7 @@ impl VmBuilder {
             channel,
             qmp: Qmp::new(sockets.qmp),
             grace: self.grace,
+            patience: self.patience(),
         });
         let vm = Vm::new(
             machine,
@@ -270,7 +284,9 @@ impl VmBuilder {
             self.hotplug_ports,
             self.keep_log,
         );
-        let (reply, _) = vm.machine.answer(&hello, "booting", BOOT_LIMIT)?;
+        let (reply, _) = vm
+            .machine
+            .answer(&hello, "booting", vm.machine.patient(BOOT_LIMIT))?;
         let Reply::Hello { release, problems } = reply else {
             return Err(Error::Host(anyhow!(
                 "the guest agent did not greet: {reply:?}"

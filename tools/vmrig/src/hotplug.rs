@@ -63,7 +63,10 @@ impl Vm {
         let taken = taken.ok_or_else(|| anyhow!("no plugged device is at {address}"))?;
         self.qmp("device_del", json!({ "id": taken }))?;
         loop {
-            let event = self.machine.qmp.event("DEVICE_DELETED", PLUG_LIMIT)?;
+            let event = self
+                .machine
+                .qmp
+                .event("DEVICE_DELETED", self.machine.patient(PLUG_LIMIT))?;
             if event["data"]["device"].as_str() == taken.as_deref() {
                 let id = taken.take().unwrap_or_default();
                 // A device has one of them or none.

@@ -40,6 +40,8 @@ pub enum KernelSpec {
         /// Its `/lib/modules/RELEASE` directory.
         modules: PathBuf,
     },
+    /// What `cargo xtask kmod debug-kernel` left: a directory with `vmlinux` and `modules/RELEASE`.
+    Debug(PathBuf),
 }
 
 /// A kernel that can be booted.
@@ -51,6 +53,8 @@ pub struct Kernel {
     pub image: PathBuf,
     /// Its module directory.
     pub modules: PathBuf,
+    /// Whether it checks whatever it does: machines with it get more memory and more time.
+    pub debug: bool,
 }
 
 impl FromStr for KernelSpec {
@@ -70,6 +74,7 @@ impl KernelSpec {
         Ok(match self {
             Self::Suite(suite) => resolve_suite(suite)?,
             Self::Files { image, modules } => resolve_files(image, modules)?,
+            Self::Debug(dir) => resolve_debug(dir)?,
         })
     }
 }
@@ -130,6 +135,21 @@ fn resolve_files(image: &Path, modules: &Path) -> Result<Kernel> {
         release,
         image: vmlinux,
         modules,
+        debug: false,
+    })
+}
+
+fn resolve_debug(dir: &Path) -> Result<Kernel> {
+    let what = || format!("{} holds no debug kernel", dir.display());
+    let modules = fs::read_dir(dir.join("modules"))
+        .ok()
+        .and_then(|mut entries| entries.next())
+        .with_context(what)??;
+    let release = modules.file_name().to_string_lossy().into_owned();
+    let kernel = kernel_in(&dir.canonicalize().with_context(what)?, release);
+    Ok(Kernel {
+        debug: true,
+        ..kernel
     })
 }
 
@@ -165,6 +185,7 @@ fn kernel_in(dir: &Path, release: String) -> Kernel {
         image: dir.join("vmlinux"),
         modules: dir.join("modules").join(&release),
         release,
+        debug: false,
     }
 }
 

@@ -24,9 +24,16 @@ pub(crate) struct Machine {
     pub(crate) channel: Channel,
     pub(crate) qmp: Qmp,
     pub(crate) grace: Duration,
+    /// How many times as long as usual everything may take.
+    pub(crate) patience: u32,
 }
 
 impl Machine {
+    /// A time limit as it is for this machine.
+    pub(crate) fn patient(&self, limit: Duration) -> Duration {
+        limit.saturating_mul(self.patience)
+    }
+
     /// Sends a request that the guest needs up to `limit` for, and waits for its answer.
     pub(crate) fn call(
         &self,
@@ -37,7 +44,11 @@ impl Machine {
     ) -> Result<(Reply, Vec<u8>)> {
         self.console.note(what);
         let receiver = self.channel.send(request, payload)?;
-        let (reply, payload) = self.answer(&receiver, what, limit.saturating_add(self.grace))?;
+        let (reply, payload) = self.answer(
+            &receiver,
+            what,
+            limit.saturating_add(self.patient(self.grace)),
+        )?;
         self.console
             .note(&format!("{} of {what}", describe(&reply)));
         match reply {

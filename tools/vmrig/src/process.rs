@@ -70,6 +70,7 @@ impl Process {
     fn poll(&self, limit: Duration) -> Result<Option<Out>> {
         let mut known = self.out.lock().unwrap_or_else(PoisonError::into_inner);
         if known.is_none() {
+            let limit = self.machine.patient(limit);
             let timeout_ms = u64::try_from(limit.as_millis()).unwrap_or(u64::MAX);
             let request = Request::Wait {
                 process: self.process,

@@ -34,7 +34,9 @@ use crate::{
 
 const PROGRAM: &str = "qemu-system-x86_64";
 /// What makes the kernel boot fast, end on a panic, and keep its root file system out of swap.
-const APPEND: &str = "console=ttyS0 panic=-1 quiet mitigations=off tsc=reliable no_timer_check \
+/// With a log level of 5 warnings are on the console, those of the kernel about itself among them; `quiet`
+/// would keep them off it.
+const APPEND: &str = "console=ttyS0 panic=-1 loglevel=5 mitigations=off tsc=reliable no_timer_check \
     cryptomgr.notests nokaslr audit=0 apparmor=0 rcupdate.rcu_expedited=1 8250.nr_uarts=1 \
     rootfstype=ramfs sysrq_always_enabled oops=panic";
 
@@ -285,6 +287,7 @@ mod tests {
             release: "x".into(),
             image: "/k".into(),
             modules: "/m".into(),
+            debug: false,
         };
         let hardware = Hardware {
             kernel: &kernel,

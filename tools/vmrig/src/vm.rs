@@ -88,6 +88,7 @@ impl Vm {
     /// As [`sh`](Self::sh), and [`Error::Refused`] when the guest has no such program.
     pub fn run(&self, command: Command, stdin: &[u8], limit: Duration) -> Result<Out> {
         let what = describe(&command);
+        let limit = self.machine.patient(limit);
         let timeout_ms = u64::try_from(limit.as_millis()).unwrap_or(u64::MAX);
         let request = Request::Run {
             command,
@@ -221,6 +222,7 @@ impl Vm {
             "WARNING:",
             "Oops",
             "INFO: task ",
+            "INFO: trying to register non-static key",
             "stall",
             "Call Trace:",
         ];
@@ -270,7 +272,7 @@ impl Vm {
     /// When the guest did not end, or did not end in order.
     pub fn shutdown(self) -> Result<()> {
         let what = "power-off";
-        let limit = self.machine.grace;
+        let limit = self.machine.patient(self.machine.grace);
         let receiver = self.machine.channel.send(Request::PowerOff, &[])?;
         // No answer comes: the end of the channel is the answer.
         match receiver.recv_timeout(limit) {

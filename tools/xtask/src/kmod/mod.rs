@@ -6,32 +6,30 @@
 //! in it, once for each kernel, and modules are built inside it. Paths inside are always the same, and
 //! so are the modules' bytes.
 
+mod chroot;
+mod debug;
+mod dkms;
+
 use std::{
     fs,
     hash::{DefaultHasher, Hash, Hasher},
-    path::{Path, PathBuf},
-    process::{Command, ExitCode, Stdio},
+    path::PathBuf,
+    process::ExitCode,
     time::Instant,
 };
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Result, bail};
+use chroot::{Chroot, RELEASE, SOURCE, SUITE, strip};
 use clap::Subcommand;
 use nix::fcntl::{Flock, FlockArg};
 use vmrig::{Kernel, KernelSpec, workspace};
 
-use crate::deps;
-
-/// The Debian release whose compilers make the kernels of its backports.
-const RELEASE: &str = "trixie";
-/// Where the kernels come from.
-const SUITE: &str = "trixie-backports";
 /// What the tree has beside the kernel's headers, which bring make and pahole.
 const PACKAGES: &str =
     "gcc-14,make,rustc,rust-src,rust-clippy,rustfmt,bindgen,kmod,xz-utils,linux-libc-dev";
 /// The modules: directory below `kmod/`, name.
 const MODULES: [(&str, &str); 2] = [("", "ublk_vram"), ("mock", "nvidia_mock")];
-/// Where things are inside the tree.
-const SOURCE: &str = "/kmod";
+/// Where the kernel's crates are inside the tree.
 const RUST: &str = "/kbuild";
 
 /// Commands of `cargo xtask kmod`.
@@ -41,6 +39,10 @@ pub enum Commands {
     Build,
     /// Check format and lints as the kernel does, then build
     Check,
+    /// Install the module by DKMS on a fresh Debian, load it, and remove it
+    Dkms,
+    /// Build a kernel with KASAN and lockdep, and the module for it: the better part of an hour
+    DebugKernel,
 }
 
 /// Runs a command.
@@ -55,7 +57,15 @@ pub fn run(command: &Commands) -> Result<ExitCode> {
              running kernel has its Rust crates"
         );
     }
+    if matches!(command, Commands::DebugKernel) {
+        println!("E2E_DEBUG_KERNEL={}", debug::build()?.display());
+        return Ok(ExitCode::SUCCESS);
+    }
     let kernel = KernelSpec::Suite(SUITE.to_owned()).resolve()?;
+    if matches!(command, Commands::Dkms) {
+        dkms::run(&kernel)?;
+        return Ok(ExitCode::SUCCESS);
+    }
     let tree = Tree::prepare(&kernel)?;
     if matches!(command, Commands::Check) {
         tree.check()?;
@@ -68,7 +78,7 @@ pub fn run(command: &Commands) -> Result<ExitCode> {
 
 /// An unpacked Debian with the compilers and the kernel's Rust crates.
 struct Tree {
-    root: PathBuf,
+    debian: Chroot,
     /// Where finished modules go.
     out: PathBuf,
     _lock: Flock<fs::File>,
@@ -82,14 +92,16 @@ impl Tree {
         let lock = fs::File::create(out.join(".lock"))?;
         let lock = Flock::lock(lock, FlockArg::LockExclusive).map_err(|(_, errno)| errno)?;
         let tree = Tree {
-            root: out.join("tree"),
+            debian: Chroot {
+                root: out.join("tree"),
+            },
             out,
             _lock: lock,
         };
         let ready = tree.out.join("ready");
         let recipe = tree.recipe()?;
         if fs::read_to_string(&ready).is_ok_and(|made| made == recipe) {
-            tree.copy_source()?;
+            tree.debian.copy_source()?;
             return Ok(tree);
         }
         let started = Instant::now();
@@ -98,12 +110,13 @@ impl Tree {
             kernel.release
         );
         let _ = fs::remove_file(&ready);
-        tree.unpack(&kernel.release)?;
-        tree.copy_source()?;
-        // The lists that mmdebstrap removed; the kernel's source is found in them.
-        tree.run(&["apt-get", "update", "-qq"])?;
-        tree.run(&[&format!("{SOURCE}/tools/rust-tree"), &kernel.release, RUST])?;
-        tree.run(&["apt-get", "clean"])?;
+        let debian = &tree.debian;
+        debian.unpack(&format!(
+            "linux-headers-{}/{SUITE},{PACKAGES}",
+            kernel.release
+        ))?;
+        debian.run(&[&format!("{SOURCE}/tools/rust-tree"), &kernel.release, RUST])?;
+        debian.run(&["apt-get", "clean"])?;
         fs::write(&ready, recipe)?;
         tree.remove_others();
         eprintln!(
@@ -132,83 +145,12 @@ impl Tree {
         Ok(format!("{:016x}", hasher.finish()))
     }
 
-    fn unpack(&self, release: &str) -> Result<()> {
-        deps::ensure_programs(&[&deps::KMOD])?;
-        if self.root.exists() {
-            fs::remove_dir_all(&self.root)
-                .with_context(|| format!("cannot remove {}", self.root.display()))?;
-        }
-        let mirror = vmrig::debian_mirror()?;
-        let source =
-            |suite: &str| format!("deb [signed-by={}] {mirror} {suite} main", deps::KEYRING.0);
-        let output = Command::new("mmdebstrap")
-            .args(["--variant=apt", "--mode=root", "--quiet"])
-            .arg("--aptopt=APT::Install-Recommends \"false\"")
-            .arg(format!(
-                "--include=linux-headers-{release}/{SUITE},{PACKAGES}"
-            ))
-            .arg(RELEASE)
-            .arg(&self.root)
-            .args([source(RELEASE), source(SUITE)])
-            .stdin(Stdio::null())
-            .output()
-            .context("cannot run mmdebstrap")?;
-        if !output.status.success() {
-            let text = String::from_utf8_lossy(&output.stderr);
-            let tail: Vec<&str> = text.lines().rev().take(8).collect();
-            bail!(
-                "cannot unpack Debian {RELEASE} with the headers of {release}: {}",
-                tail.into_iter().rev().collect::<Vec<_>>().join("; ")
-            );
-        }
-        let _ = fs::copy("/etc/resolv.conf", self.root.join("etc/resolv.conf"));
-        Ok(())
-    }
-
-    /// The module's source as it is now.
-    fn copy_source(&self) -> Result<()> {
-        let inside = self.root.join(SOURCE.trim_start_matches('/'));
-        if inside.exists() {
-            fs::remove_dir_all(&inside)?;
-        }
-        let status = Command::new("cp")
-            .arg("-a")
-            .arg(workspace::root().join("kmod"))
-            .arg(&inside)
-            .status()
-            .context("cannot run cp")?;
-        ensure!(
-            status.success(),
-            "cannot copy kmod/ to {}",
-            inside.display()
-        );
-        Ok(())
-    }
-
-    /// Runs a program inside, with its own /proc and /dev, which end with it.
-    fn run(&self, argv: &[&str]) -> Result<()> {
-        let script = "mount -t proc proc \"$0/proc\" && mount --rbind /dev \"$0/dev\" && \
-                      exec chroot \"$0\" \"$@\"";
-        let status = Command::new("unshare")
-            .args(["--mount", "--propagation=private", "sh", "-c", script])
-            .arg(&self.root)
-            .args(argv)
-            .env("LC_ALL", "C.UTF-8")
-            .env("DEBIAN_FRONTEND", "noninteractive")
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .status()
-            .context("cannot run unshare")?;
-        ensure!(status.success(), "`{}` failed: see above", argv.join(" "));
-        Ok(())
-    }
-
     fn build_module(&self, dir: &str, out: &str, more: &[&str]) -> Result<()> {
         let (source, out) = (join(SOURCE, dir), join(out, dir));
         let program = format!("{SOURCE}/tools/build-module");
         let mut argv = vec![program.as_str(), RUST, &source, &out];
         argv.extend(more);
-        self.run(&argv)
+        self.debian.run(&argv)
     }
 
     /// Builds the modules; where they are.
@@ -216,19 +158,9 @@ impl Tree {
         let mut paths = Vec::new();
         for (dir, name) in MODULES {
             self.build_module(dir, "/out", &[])?;
-            let made = self.inside(&join("/out", dir)).join(format!("{name}.ko"));
+            let made = join("/out", dir) + &format!("/{name}.ko");
             let to = self.out.join(format!("{name}.ko"));
-            let partial = self.out.join(format!(".{name}.ko"));
-            // Debug information would fill the memory of the test machines.
-            let status = Command::new("strip")
-                .arg("--strip-debug")
-                .arg("-o")
-                .arg(&partial)
-                .arg(&made)
-                .status()
-                .context("cannot run strip")?;
-            ensure!(status.success(), "cannot strip {}", made.display());
-            fs::rename(&partial, &to)?;
+            strip(&self.debian.inside(&made), &to)?;
             paths.push(to);
         }
         Ok(paths)
@@ -237,15 +169,12 @@ impl Tree {
     /// Format and lints.
     fn check(&self) -> Result<()> {
         let main = format!("{SOURCE}/src/main.rs");
-        self.run(&["rustfmt", "--edition", "2021", "--check", &main])?;
+        self.debian
+            .run(&["rustfmt", "--edition", "2021", "--check", &main])?;
         // Never the modules that are shipped: clippy's object files differ.
         let out = "/out-clippy";
-        let _ = fs::remove_dir_all(self.inside(out));
+        let _ = fs::remove_dir_all(self.debian.inside(out));
         self.build_module("", out, &["CLIPPY=1", "KRUSTFLAGS=-Dwarnings"])
-    }
-
-    fn inside(&self, path: &str) -> PathBuf {
-        self.root.join(Path::new(path.trim_start_matches('/')))
     }
 }
 
