@@ -17,6 +17,7 @@ use crate::{Case, On};
 pub const CASES: &[Case] = &[
     ("vulkan::evictable_as_swap", On::Newest, evictable_as_swap),
     ("vulkan::failed_add", On::Newest, failed_add),
+    ("vulkan::less_is_mapped", On::Newest, less_is_mapped),
 ];
 
 const LIBRARIES: &str = "/usr/lib/x86_64-linux-gnu";
@@ -242,6 +243,41 @@ fn available(guest: &Guest) -> Result<i64> {
     let text = guest.must("grep MemAvailable: /proc/meminfo")?;
     let kib: Option<i64> = text.split_whitespace().nth(1).and_then(|n| n.parse().ok());
     Ok(kib.context("MemAvailable")? >> 10)
+}
+
+/// A driver that lets another process have less than the one that made the memory: less is mapped, until a
+/// standby can have it.
+fn less_is_mapped(kernel: &Kernel) -> Result<()> {
+    let guest = boot(kernel, "less-mapped")?;
+    let add = "vramctl add v --backend vulkan --gpu-reserve 0 --io-memory 4M --allow-unsafe --chunk 16M \
+               --size 196560K";
+    // 6 of 12 chunks are mapped; a process that has mapped 4 is given nothing more.
+    shim(&guest, &format!("{INTEGRATED}\nmaps 6\nimports 4"))?;
+    guest.refused(
+        &format!("{add} --gpu-mapped 90M"),
+        1,
+        &["no other process", "of 12", "map less (--gpu-mapped)"],
+    )?;
+    guest.nothing_left()?;
+    let path = guest.must_within(&format!("{add} 2>/dev/null"), 120)?;
+    let show = guest.show("v")?;
+    let copy = show["copy"].as_str().unwrap_or_default();
+    ensure!(copy.contains("144M by the GPU's engines alone"), "{copy}");
+    ensure!(show["mortal"].is_null(), "{show}");
+    guest.must_within(
+        &format!(
+            "dd if=/dev/urandom of=/tmp/data bs=1M count=180 2>/dev/null \
+             && dd if=/tmp/data of={path} bs=1M oflag=direct 2>/dev/null"
+        ),
+        60,
+    )?;
+    let [_, worker, _] = guest.wait_whole("v")?;
+    guest.must(&format!("kill -9 {worker}"))?;
+    guest.must_within(&format!("cmp -n 188743680 {path} /tmp/data"), 90)?;
+    guest.wait_whole("v")?;
+    guest.must("vramctl remove v")?;
+    guest.nothing_left()?;
+    guest.end()
 }
 
 fn failed_add(kernel: &Kernel) -> Result<()> {

@@ -34,6 +34,7 @@ const GONE: Duration = Duration::from_secs(30);
 enum Task {
     Make(Box<DeviceSpec>),
     Look(Box<Made>),
+    Map(Box<Made>),
 }
 
 /// Filled memory, as its maker describes it.
@@ -85,6 +86,27 @@ pub fn keeper(spec: DeviceSpec) -> Result<String> {
     Ok(text)
 }
 
+/// Lets another process have the memory for a moment, as a standby will.
+///
+/// # Errors
+/// Why it cannot.
+pub fn can_be_taken(memory: &MemoryHandles, layout: &Layout) -> Result<()> {
+    let exported = memory.export()?;
+    let made = Made {
+        device_bytes: layout.device_bytes(),
+        chunk_bytes: layout.chunk_size(),
+        description: exported.description,
+        seconds: 0.0,
+    };
+    let mut heir = start(&Task::Map(Box::new(made)), exported.fds)?;
+    let (outcome, _) = answer::<()>(&mut heir)?;
+    heir.hang_up();
+    if !heir.has_ended(GONE) {
+        heir.kill();
+    }
+    Ok(outcome)
+}
+
 fn start(task: &Task, fds: Vec<std::os::fd::OwnedFd>) -> Result<Process> {
     let process = Process::start(&installed_program(), &[SUBCOMMAND], Stderr::Inherit)?;
     let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
@@ -124,6 +146,10 @@ pub fn part() -> Result<()> {
             Err(error) => channel.send(&Err::<Made, _>(error), &[]),
         },
         Task::Look(made) => channel.send(&look(*made, fds), &[]),
+        Task::Map(made) => {
+            let outcome = map(*made, fds).map(drop);
+            channel.send(&outcome, &[])
+        }
     }
 }
 
@@ -150,10 +176,15 @@ fn filled(layout: &Layout) -> u64 {
     layout.device_bytes() / step * step
 }
 
-fn look(made: Made, fds: Vec<std::os::fd::OwnedFd>) -> Result<Found> {
+fn map(made: Made, fds: Vec<std::os::fd::OwnedFd>) -> Result<(Layout, Kept)> {
     let layout = Layout::new(made.device_bytes, Some(made.chunk_bytes))?;
     let memory = MemoryHandles::import(made.description, fds)?;
     let backend = memory.open(&layout)?;
+    Ok((layout, (memory, backend)))
+}
+
+fn look(made: Made, fds: Vec<std::os::fd::OwnedFd>) -> Result<Found> {
+    let (layout, (_memory, backend)) = map(made, fds)?;
     let outcome = Bench::filled(&*backend, layout).verify(0, filled(&layout), THREADS)?;
     Ok(Found {
         pages: outcome.bytes / 4096,

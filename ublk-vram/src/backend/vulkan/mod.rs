@@ -35,6 +35,7 @@ mod tests;
 mod types;
 
 use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
@@ -123,6 +124,8 @@ fn default_reserve(gpu: &Gpu) -> u64 {
 pub struct VulkanMemory {
     device: Arc<Device>,
     spec: VulkanSpec,
+    /// Bytes that are mapped at most.
+    most_mapped: AtomicU64,
     /// What is to be mapped instead of fresh memory.
     imported: Mutex<Option<Kept>>,
     /// What [`VulkanMemory::export`] gives: it is there once the memory is.
@@ -186,6 +189,7 @@ impl VulkanMemory {
     fn of(device: Arc<Device>, spec: VulkanSpec, imported: Option<Kept>) -> VulkanMemory {
         VulkanMemory {
             device,
+            most_mapped: AtomicU64::new(spec.mapped.unwrap_or(u64::MAX)),
             spec,
             imported: Mutex::new(imported),
             exported: Mutex::new(None),
@@ -234,6 +238,27 @@ impl VulkanMemory {
         })
     }
 
+    /// Whether it is for another process to say if it can have this memory, too: a driver that does not map all
+    /// of it may have a limit for that ([`crate::session::handover::can_be_taken`]). Not where the user said how
+    /// much is mapped: that is obeyed or refused.
+    pub fn is_doubtful(&self) -> bool {
+        let exported = self.exported.lock().unwrap_or_else(PoisonError::into_inner);
+        self.spec.mapped.is_none()
+            && exported
+                .as_ref()
+                .is_some_and(|(made, _)| (1..made.chunks).contains(&made.mapped))
+    }
+
+    /// From the next [`VulkanMemory::open`] on half as many chunks are mapped; the backend that was opened is
+    /// to be dropped before.
+    pub fn map_less(&self, layout: &Layout) {
+        let mut exported = self.exported.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((made, _)) = exported.take() {
+            let most = u64::from(made.mapped / 2) * layout.chunk_size();
+            self.most_mapped.store(most, Ordering::Relaxed);
+        }
+    }
+
     /// Allocates the chunks, maps those that can be, and measures the copy paths; imported memory is
     /// mapped as it is. All is freed when the backend, all mappings and all descriptors are gone.
     ///
@@ -250,7 +275,7 @@ impl VulkanMemory {
             *exported = Some((description, kept));
             return Ok(backend);
         }
-        let most_mapped = self.spec.mapped.unwrap_or(u64::MAX);
+        let most_mapped = self.most_mapped.load(Ordering::Relaxed);
         let chunks = memory::allocate(&self.device, layout, most_mapped)?;
         let mut backend = self.with_chunks(chunks)?;
         if self.device.gpu.kind == GpuKind::Discrete {
@@ -282,7 +307,18 @@ impl VulkanMemory {
             .zip(fds)
             .map(|(index, fd)| {
                 let is_mapped = index < description.mapped;
-                Chunk::import(&self.device, layout.chunk_bytes(index), is_mapped, fd)
+                Chunk::import(&self.device, layout.chunk_bytes(index), is_mapped, fd).map_err(|error| {
+                    // Drivers have limits for this that making the memory does not meet
+                    // (docs/performance.md, "Memory that outlives its maker").
+                    Error::new(
+                        error.kind,
+                        format!(
+                            "the driver lets no other process have chunk {index} of {got}, of which {} are \
+                             mapped for the CPU: map less (--gpu-mapped), or take less; {error}",
+                            description.mapped
+                        ),
+                    )
+                })
             })
             .collect::<Result<_>>()?;
         let mut backend = self.with_chunks(chunks)?;
