@@ -9,8 +9,8 @@ use crate::{Case, On};
 
 pub const CASES: &[Case] = &[
     ("io::fio_verify", On::Every, fio_verify),
-    ("io::filesystem", On::Every, filesystem),
-    ("io::discard_under_load", On::Every, discard_under_load),
+    ("io::filesystem", On::Newest, filesystem),
+    ("io::discard_under_load", On::Newest, discard_under_load),
     ("io::host_backend", On::Newest, host_backend),
     ("io::conformance", On::Newest, conformance),
     ("io::vulkan", On::Newest, vulkan),

@@ -2,9 +2,9 @@
 //!
 //! `cargo xtask test` builds the programs and runs all of them. One case:
 //! `cargo test -p ublk-vram-tests --test e2e -- swap::storm`. With `--ignored` those run that are left out on
-//! older kernels: what they try does not depend on the kernel. A failed case keeps its console under
-//! `target/vmrig/logs/`. With E2E_DEBUG_KERNEL the cases run on the kernel that `cargo xtask kmod
-//! debug-kernel` left in that directory, and on no other.
+//! older kernels: what they try does not depend on the kernel, or another case tries it there. A failed case
+//! keeps its console under `target/vmrig/logs/`. With E2E_DEBUG_KERNEL the cases run on the kernel that
+//! `cargo xtask kmod debug-kernel` left in that directory, and on no other.
 
 mod edges;
 mod endings;

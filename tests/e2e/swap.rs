@@ -15,7 +15,7 @@ use crate::guest::Guest;
 use crate::{Case, On};
 
 pub const CASES: &[Case] = &[
-    ("swap::storm", On::Every, storm),
+    ("swap::storm", On::Newest, storm),
     ("swap::one_cpu_256_mib", On::Newest, one_cpu),
     (
         "swap::without_memory_lock_it_hangs",
