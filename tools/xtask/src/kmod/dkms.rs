@@ -24,7 +24,12 @@ pub fn run(kernel: &Kernel) -> Result<()> {
     // DKMS has a copy: the checkout may go.
     fs::remove_dir_all(debian.inside(SOURCE))?;
     let started = Instant::now();
-    debian.show(&["dkms", "install", MODULE, "-k", release])?;
+    debian
+        .show(&["dkms", "install", MODULE, "-k", release])
+        .with_context(|| {
+            let log = format!("/var/lib/dkms/{MODULE}/build/make.log");
+            format!("see {}", debian.inside(&log).display())
+        })?;
     eprintln!(
         "xtask: dkms install took {:.0} s",
         started.elapsed().as_secs_f64()
