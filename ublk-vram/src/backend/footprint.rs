@@ -16,7 +16,7 @@ use crate::device::BackendSpec;
 use crate::engine::Engine;
 use crate::engine::bench::{Bench, Workload};
 use crate::error::{Error, ErrorKind, Result};
-use crate::safety::{self, ProcessStatus, Root};
+use crate::safety::{self, Mapped, ProcessStatus, Root};
 use crate::store::Layout;
 
 /// Queues of a server by default.
@@ -78,8 +78,7 @@ pub fn table(spec: &BackendSpec, layout: &Layout) -> Result<String> {
     fs::write("/proc/self/clear_refs", "1")
         .map_err(|error| Error::os("cannot write /proc/self/clear_refs", error))?;
     copy(&*backend, *layout)?;
-    let smaps = Root::default().read_text("/proc/self/smaps")?;
-    table.push_str(&mappings(&smaps));
+    table.push_str(&mappings(safety::read_smaps()?));
     drop((backend, memory));
     Ok(table)
 }
@@ -107,45 +106,25 @@ fn copy(backend: &dyn Backend, layout: Layout) -> Result<()> {
     Ok(())
 }
 
-/// What the mappings of one file, or those of none, have in memory; in KiB.
-#[derive(Default)]
-struct Part {
-    resident: u64,
-    anonymous: u64,
-    locked: u64,
-    touched: u64,
-}
-
-/// The largest parts of a process by the text of its /proc/PID/smaps.
-fn mappings(smaps: &str) -> String {
-    let mut parts: BTreeMap<String, Part> = BTreeMap::new();
-    let mut name = String::new();
-    for line in smaps.lines() {
-        let mut words = line.split_ascii_whitespace();
-        let (Some(first), Some(second)) = (words.next(), words.next()) else {
-            continue;
+/// The largest parts of a process, the mappings of each file together; `no file` are all others.
+fn mappings(all: Vec<Mapped>) -> String {
+    let mut parts: BTreeMap<String, Mapped> = BTreeMap::new();
+    for mapped in all {
+        let name = match mapped.file.as_str() {
+            "" => "no file".to_owned(),
+            file => file.to_owned(),
         };
-        let Some(key) = first.strip_suffix(':') else {
-            // address perms offset dev inode path (proc_pid_maps(5))
-            let path = words.nth(3).unwrap_or("no file");
-            name = path.rsplit('/').next().unwrap_or(path).to_owned();
-            continue;
-        };
-        let part = parts.entry(name.clone()).or_default();
-        let sum = match key {
-            "Rss" => &mut part.resident,
-            "Anonymous" => &mut part.anonymous,
-            "Locked" => &mut part.locked,
-            "Referenced" => &mut part.touched,
-            _ => continue,
-        };
-        *sum += second.parse::<u64>().unwrap_or(0);
+        let part = parts.entry(name).or_default();
+        part.resident += mapped.resident;
+        part.anonymous += mapped.anonymous;
+        part.locked += mapped.locked;
+        part.referenced += mapped.referenced;
     }
     let mut table = format!(
         "\n{:<44} {:>9} {:>9} {:>9} {:>9}   (MiB, after copies)\n",
         "MAPPINGS OF", "RESIDENT", "ANON", "LOCKED", "TOUCHED"
     );
-    let mut parts: Vec<(String, Part)> = parts.into_iter().collect();
+    let mut parts: Vec<(String, Mapped)> = parts.into_iter().collect();
     parts.sort_by_key(|(_, part)| std::cmp::Reverse(part.resident));
     for (name, part) in parts.iter().take(SHOWN) {
         let mib = |kib: u64| kib as f64 / 1024.0;
@@ -155,7 +134,7 @@ fn mappings(smaps: &str) -> String {
             mib(part.resident),
             mib(part.anonymous),
             mib(part.locked),
-            mib(part.touched)
+            mib(part.referenced)
         );
     }
     table

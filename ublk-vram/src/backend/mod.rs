@@ -103,8 +103,8 @@ pub struct Copy {
 pub struct Completion {
     /// The copy's id.
     pub id: u32,
-    /// Bytes moved, or a positive errno ([`GONE`] and [`DRIVER_LOST`] say the most). Fewer bytes than asked for is an error
-    /// to the caller.
+    /// Bytes moved, or a positive errno ([`GONE`] and [`DRIVER_LOST`] say the most). Fewer bytes than asked
+    /// for is an error to the caller.
     pub result: std::result::Result<u32, i32>,
 }
 

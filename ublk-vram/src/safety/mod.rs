@@ -43,6 +43,7 @@ mod oom;
 mod privileges;
 mod process;
 mod root;
+mod smaps;
 mod swaps;
 mod task_stat;
 mod unlock;
@@ -68,6 +69,7 @@ pub use process::{
     detach_from_caller, forbid_core_dump, name_process, redirect_stdio_to_null,
 };
 pub use root::{DeviceNumber, Root};
+pub use smaps::{Mapped, read_smaps};
 pub use swaps::{SwapEntry, ghosts, parse_swaps, read_swaps};
 pub use unlock::unlock_files;
 

@@ -4,17 +4,8 @@
 //! Only pages that are exactly what their file holds are given back, so one that is needed all the same
 //! is read from the disk again. Nothing else may depend on that never happening.
 
-use super::root::Root;
+use super::smaps::{Mapped, read_smaps};
 use crate::error::Result;
-
-/// One mapping of a file.
-#[derive(Debug, PartialEq, Eq)]
-struct Mapped {
-    start: usize,
-    len: usize,
-    /// KiB in memory.
-    resident: u64,
-}
 
 /// Unlocks, and gives back, what is mapped of files whose name (without its directories) begins with one
 /// of `names`: private mappings that nobody can write to and that hold no page of this process's own
@@ -27,68 +18,25 @@ pub fn unlock_files(names: &[&str]) -> Result<u64> {
     if names.is_empty() {
         return Ok(bytes);
     }
-    let smaps = Root::default().read_text("/proc/self/smaps")?;
-    for mapped in cold(&smaps, names) {
-        let at = std::ptr::without_provenance_mut(mapped.start);
+    for mapped in read_smaps()?.iter().filter(|mapped| is_cold(mapped, names)) {
+        let at = std::ptr::without_provenance_mut(mapped.range.start);
         // SAFETY: munlock changes no contents. MADV_DONTNEED drops pages that are the file's: the mapping
-        // is private, not writable and without pages of its own (`cold`), and the dynamic linker, which
+        // is private, not writable and without pages of its own (`is_cold`), and the dynamic linker, which
         // alone could write to it, is done with libraries that have been used. A later access reads the
         // same bytes from the file (madvise(2)).
         let given_back = unsafe {
-            libc::munlock(at, mapped.len) == 0
-                && libc::madvise(at, mapped.len, libc::MADV_DONTNEED) == 0
+            libc::munlock(at, mapped.range.len()) == 0
+                && libc::madvise(at, mapped.range.len(), libc::MADV_DONTNEED) == 0
         };
         bytes += if given_back { mapped.resident << 10 } else { 0 };
     }
     Ok(bytes)
 }
 
-/// The mappings that [`unlock_files`] means, in the text of /proc/PID/smaps (proc_pid_smaps(5)).
-fn cold(smaps: &str, names: &[&str]) -> Vec<Mapped> {
-    let mut found: Vec<Mapped> = Vec::new();
-    let mut is_cold = false;
-    for line in smaps.lines() {
-        let mut words = line.split_ascii_whitespace();
-        let (Some(first), Some(second)) = (words.next(), words.next()) else {
-            continue;
-        };
-        match first.strip_suffix(':') {
-            // address perms offset dev inode path
-            None => {
-                let path = words.nth(3).unwrap_or_default();
-                let file = path.rsplit('/').next().unwrap_or_default();
-                let is_named = names.iter().any(|name| file.starts_with(name));
-                let is_kept = second.contains('w') || !second.ends_with('p');
-                let range = first.split_once('-').and_then(|(start, end)| {
-                    let number = |hex| usize::from_str_radix(hex, 16).ok();
-                    let start = number(start)?;
-                    Some((start, number(end)?.checked_sub(start)?))
-                });
-                is_cold = false;
-                if let (true, false, Some((start, len))) = (is_named, is_kept, range) {
-                    is_cold = true;
-                    found.push(Mapped {
-                        start,
-                        len,
-                        resident: 0,
-                    });
-                }
-            }
-            Some(key) if is_cold => {
-                let kib = second.parse::<u64>().unwrap_or(u64::MAX);
-                match (key, found.last_mut()) {
-                    ("Rss", Some(mapped)) => mapped.resident = kib,
-                    ("Anonymous", Some(_)) if kib > 0 => {
-                        found.pop();
-                        is_cold = false;
-                    }
-                    _ => {}
-                }
-            }
-            Some(_) => {}
-        }
-    }
-    found
+/// Whether [`unlock_files`] means it.
+fn is_cold(mapped: &Mapped, names: &[&str]) -> bool {
+    let is_named = names.iter().any(|name| mapped.file.starts_with(name));
+    is_named && mapped.is_private && !mapped.is_writable && mapped.anonymous == 0
 }
 
 #[cfg(test)]
@@ -98,7 +46,8 @@ mod tests {
 
     use super::*;
     use crate::safety::fixture::in_child;
-    use crate::safety::{lock_memory, read_status};
+    use crate::safety::smaps::parse_smaps;
+    use crate::safety::{Root, lock_memory, read_status};
 
     const SMAPS: &str = "\
 7f00-9f00 r-xp 00000000 fe:00 1  /usr/lib/libcompiler.so.5
@@ -123,14 +72,20 @@ Anonymous:             0 kB
 
     #[test]
     fn only_pages_that_are_the_files_own_are_meant() {
-        let text = Mapped {
-            start: 0x7f00,
-            len: 0x2000,
-            resident: 8,
+        let cold = |names: &[&str]| -> Vec<Mapped> {
+            let all = parse_smaps(SMAPS);
+            all.into_iter()
+                .filter(|mapped| is_cold(mapped, names))
+                .collect()
         };
-        assert_eq!(cold(SMAPS, &["libcompiler.so", "libother.so"]), [text]);
-        assert_eq!(cold(SMAPS, &["lib"]).len(), 2, "text of both libraries");
-        assert!(cold(SMAPS, &[]).is_empty());
+        let found = cold(&["libcompiler.so", "libother.so"]);
+        assert_eq!(found.len(), 1, "{found:?}");
+        assert_eq!(
+            (found[0].range.clone(), found[0].resident),
+            (0x7f00..0x9f00, 8)
+        );
+        assert_eq!(cold(&["lib"]).len(), 2, "text of both libraries");
+        assert!(cold(&[]).is_empty());
     }
 
     #[test]

@@ -33,16 +33,22 @@ const GONE: Duration = Duration::from_secs(30);
 #[derive(Serialize, Deserialize)]
 enum Task {
     Make(Box<DeviceSpec>),
-    Look(Box<Made>),
-    Map(Box<Made>),
+    Look(Box<Offer>),
+    Map(Box<Offer>),
 }
 
-/// Filled memory, as its maker describes it.
+/// Memory as another process can have it, with its descriptors.
 #[derive(Serialize, Deserialize)]
-struct Made {
+struct Offer {
     device_bytes: u64,
     chunk_bytes: u64,
     description: MemoryDescription,
+}
+
+/// Memory that its maker has filled.
+#[derive(Serialize, Deserialize)]
+struct Made {
+    offer: Offer,
     seconds: f64,
 }
 
@@ -61,15 +67,15 @@ struct Found {
 pub fn keeper(spec: DeviceSpec) -> Result<String> {
     let mut maker = start(&Task::Make(Box::new(spec)), Vec::new())?;
     let (made, fds) = answer::<Made>(&mut maker)?;
-    let fds = take_fds(&mut fds.into_iter(), made.description.fds())?;
+    let fds = take_fds(&mut fds.into_iter(), made.offer.description.fds())?;
     maker.kill();
     if !maker.has_ended(GONE) {
         return Err(Error::new(ErrorKind::Io, "the maker does not end"));
     }
     let death = Instant::now();
-    let (size, chunks) = (made.device_bytes, made.description.fds());
+    let (size, chunks) = (made.offer.device_bytes, made.offer.description.fds());
     let filled = made.seconds;
-    let mut heir = start(&Task::Look(Box::new(made)), fds)?;
+    let mut heir = start(&Task::Look(Box::new(made.offer)), fds)?;
     let (found, _) = answer::<Found>(&mut heir)?;
     let text = format!(
         "{} in {chunks} chunks: filled in {filled:.1} s by a process that was then killed; mapped again \
@@ -91,20 +97,24 @@ pub fn keeper(spec: DeviceSpec) -> Result<String> {
 /// # Errors
 /// Why it cannot.
 pub fn can_be_taken(memory: &MemoryHandles, layout: &Layout) -> Result<()> {
-    let exported = memory.export()?;
-    let made = Made {
-        device_bytes: layout.device_bytes(),
-        chunk_bytes: layout.chunk_size(),
-        description: exported.description,
-        seconds: 0.0,
-    };
-    let mut heir = start(&Task::Map(Box::new(made)), exported.fds)?;
+    let (offer, fds) = offer(memory, layout)?;
+    let mut heir = start(&Task::Map(Box::new(offer)), fds)?;
     let (outcome, _) = answer::<()>(&mut heir)?;
     heir.hang_up();
     if !heir.has_ended(GONE) {
         heir.kill();
     }
     Ok(outcome)
+}
+
+fn offer(memory: &MemoryHandles, layout: &Layout) -> Result<(Offer, Vec<std::os::fd::OwnedFd>)> {
+    let exported = memory.export()?;
+    let offer = Offer {
+        device_bytes: layout.device_bytes(),
+        chunk_bytes: layout.chunk_size(),
+        description: exported.description,
+    };
+    Ok((offer, exported.fds))
 }
 
 fn start(task: &Task, fds: Vec<std::os::fd::OwnedFd>) -> Result<Process> {
@@ -145,9 +155,9 @@ pub fn part() -> Result<()> {
             }
             Err(error) => channel.send(&Err::<Made, _>(error), &[]),
         },
-        Task::Look(made) => channel.send(&look(*made, fds), &[]),
-        Task::Map(made) => {
-            let outcome = map(*made, fds).map(drop);
+        Task::Look(offer) => channel.send(&look(*offer, fds), &[]),
+        Task::Map(offer) => {
+            let outcome = map(*offer, fds).map(drop);
             channel.send(&outcome, &[])
         }
     }
@@ -160,14 +170,9 @@ fn make(spec: &DeviceSpec) -> Result<(Made, Kept, Vec<std::os::fd::OwnedFd>)> {
     let memory = MemoryHandles::create(&spec.backend, &layout)?;
     let backend = memory.open(&layout)?;
     let outcome = Bench::new(&*backend, layout).fill(0, filled(&layout), THREADS)?;
-    let exported = memory.export()?;
-    let made = Made {
-        device_bytes: layout.device_bytes(),
-        chunk_bytes: layout.chunk_size(),
-        description: exported.description,
-        seconds: outcome.seconds,
-    };
-    Ok((made, (memory, backend), exported.fds))
+    let (offer, fds) = offer(&memory, &layout)?;
+    let seconds = outcome.seconds;
+    Ok((Made { offer, seconds }, (memory, backend), fds))
 }
 
 /// Whole blocks for every thread.
@@ -176,15 +181,15 @@ fn filled(layout: &Layout) -> u64 {
     layout.device_bytes() / step * step
 }
 
-fn map(made: Made, fds: Vec<std::os::fd::OwnedFd>) -> Result<(Layout, Kept)> {
-    let layout = Layout::new(made.device_bytes, Some(made.chunk_bytes))?;
-    let memory = MemoryHandles::import(made.description, fds)?;
+fn map(offer: Offer, fds: Vec<std::os::fd::OwnedFd>) -> Result<(Layout, Kept)> {
+    let layout = Layout::new(offer.device_bytes, Some(offer.chunk_bytes))?;
+    let memory = MemoryHandles::import(offer.description, fds)?;
     let backend = memory.open(&layout)?;
     Ok((layout, (memory, backend)))
 }
 
-fn look(made: Made, fds: Vec<std::os::fd::OwnedFd>) -> Result<Found> {
-    let (layout, (_memory, backend)) = map(made, fds)?;
+fn look(offer: Offer, fds: Vec<std::os::fd::OwnedFd>) -> Result<Found> {
+    let (layout, (_memory, backend)) = map(offer, fds)?;
     let outcome = Bench::filled(&*backend, layout).verify(0, filled(&layout), THREADS)?;
     Ok(Found {
         pages: outcome.bytes / 4096,

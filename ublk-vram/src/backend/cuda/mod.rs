@@ -278,13 +278,12 @@ fn look_at(id: u32, layout: &Layout) -> Result<Option<Left>> {
 /// # Errors
 /// When one cannot be mapped or wiped; it stays.
 pub fn wipe_orphans(layout: &Layout, uuid: &str) -> Result<()> {
-    let left = left_behind(layout)?.collect::<Result<Vec<_>>>()?;
+    let mut left = left_behind(layout)?.collect::<Result<Vec<_>>>()?;
     let is_its = |header: &Option<[u8; 16]>| header.is_some_and(|found| uuid_text(&found) == uuid);
     let is_labelled = left.iter().any(|(_, header)| is_its(header));
-    let mut wiped = left;
     // The others are let go before anything that takes long: their devices may be looking for them.
-    wiped.retain(|(_, header)| is_its(header) || (header.is_none() && !is_labelled));
-    for (mut memory, _) in wiped {
+    left.retain(|(_, header)| is_its(header) || (header.is_none() && !is_labelled));
+    for (mut memory, _) in left {
         let backend = memory.open(layout)?;
         zero_and_check(&backend)?;
         drop(backend);
