@@ -80,13 +80,7 @@ pub fn device(kernel: &Kernel) -> Result<()> {
     ensure!(list.contains("kernel module"), "{list}");
     ensure!(regions(&machine)? == "1", "one region");
     machine.server_is_protected("d")?;
-    machine.must_within(
-        &format!(
-            "fio --name=x --filename={path} --direct=1 --ioengine=io_uring --iodepth=16 --rw=randwrite \
-             --bsrange=4k-64k --size=48M --verify=crc32c --verify_fatal=1 --thread --output-format=terse"
-        ),
-        200,
-    )?;
+    machine.fio_verify(&path, "--bsrange=4k-64k --size=48M", 200)?;
     machine.refused("rmmod ublk_vram", 1, &[])?;
     machine.refused(
         &format!("vramctl add e {} --size max", machine.gpu(0)),
@@ -179,13 +173,7 @@ pub fn cuda(kernel: &Kernel) -> Result<()> {
     // The server links no GPU library; only the maker had it.
     let pid = show["pid"].as_i64().context("no pid")?;
     machine.must(&format!("! grep -q libcuda /proc/{pid}/maps"))?;
-    machine.must_within(
-        &format!(
-            "fio --name=x --filename={path} --direct=1 --ioengine=io_uring --iodepth=16 --rw=randwrite \
-             --bsrange=4k-64k --size=48M --verify=crc32c --verify_fatal=1 --thread --output-format=terse"
-        ),
-        200,
-    )?;
+    machine.fio_verify(&path, "--bsrange=4k-64k --size=48M", 200)?;
     machine.refused("rmmod nvidia_mock", 1, &[])?;
     machine.must("vramctl remove d")?;
     machine.nothing_left()?;
@@ -195,13 +183,7 @@ pub fn cuda(kernel: &Kernel) -> Result<()> {
     let path = machine.add("d", "--backend cuda --size 96M --chunk 8M --zero-copy")?;
     let show = machine.show("d")?;
     ensure!(show["zero_copy"] == true, "{show}");
-    machine.must_within(
-        &format!(
-            "fio --name=x --filename={path} --direct=1 --ioengine=io_uring --iodepth=16 --rw=randwrite \
-             --bsrange=4k-512k --size=48M --verify=crc32c --verify_fatal=1 --thread --output-format=terse"
-        ),
-        200,
-    )?;
+    machine.fio_verify(&path, "--bsrange=4k-512k --size=48M", 200)?;
     machine.must("vramctl remove d")?;
     machine.nothing_left()?;
 

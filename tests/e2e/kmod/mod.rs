@@ -126,6 +126,15 @@ impl Machine {
         format!("{}/2", self.pci_address(0))
     }
 
+    /// Writes a part of the disk in any order and reads it back, every byte checked.
+    fn fio_verify(&self, path: &str, part: &str, seconds: u64) -> Result<()> {
+        let fio = format!(
+            "fio --name=x --filename={path} --direct=1 --ioengine=io_uring --iodepth=16 --rw=randwrite \
+             {part} --verify=crc32c --verify_fatal=1 --thread --output-format=terse"
+        );
+        self.must_within(&fio, seconds).map(drop)
+    }
+
     /// Starts the guest program in the background and waits for its first line.
     fn start(&self, arguments: &str) -> Result<(Process, String)> {
         let pipe = format!("/run/in{}", self.starts.fetch_add(1, Ordering::Relaxed) + 1);

@@ -49,13 +49,7 @@ pub fn zero_copy(kernel: &Kernel) -> Result<()> {
     machine.refused("vramctl swap on d", 1, &["no safe swap", "--zero-copy"])?;
     bytes_are_in_their_place(&machine, &path)?;
 
-    machine.must_within(
-        &format!(
-            "fio --name=x --filename={path} --direct=1 --ioengine=io_uring --iodepth=16 --rw=randwrite \
-             --bsrange=4k-512k --size=96M --verify=crc32c --verify_fatal=1 --thread --output-format=terse"
-        ),
-        300,
-    )?;
+    machine.fio_verify(&path, "--bsrange=4k-512k --size=96M", 300)?;
     let show = machine.show("d")?;
     ensure!(total(&show, "errors") == 0, "{show}");
     let (reads, canaries) = (total(&show, "reads"), total(&show, "canary_reads"));
