@@ -25,13 +25,17 @@ fn handover(backend: &str) -> String {
 fn host_memory_outlives_its_maker() {
     let text = handover(r#"{"kind":"host"}"#);
     assert!(text.starts_with("48M in 4 chunks"), "{text}");
-    assert!(text.contains("12288 pages read"), "{text}");
+    assert!(text.contains("12288 pages were read"), "{text}");
 }
 
 /// Chunks of both kinds: two that the CPU maps, and two that only the engines reach.
 #[test]
 fn vulkan_memory_outlives_its_maker() {
     let text = handover(r#"{"kind":"vulkan","gpu":"0","allow-cpu-device":true,"mapped":33554432}"#);
-    assert!(text.starts_with("48M in 4 chunks"), "{text}");
-    assert!(text.contains("12288 pages read"), "{text}");
+    assert!(
+        text.starts_with("48M in 4 chunks, 2 of them mapped"),
+        "{text}"
+    );
+    assert!(text.contains(" s, 2 mapped;"), "{text}");
+    assert!(text.contains("12288 pages were read"), "{text}");
 }

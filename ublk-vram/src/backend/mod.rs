@@ -430,18 +430,6 @@ impl MemoryHandles {
         matches!(spec, BackendSpec::Vulkan(_))
     }
 
-    /// Whether another process may be refused this memory by its driver, although it can be exported.
-    pub fn is_doubtful(&self) -> bool {
-        matches!(self, MemoryHandles::Vulkan(memory) if memory.is_doubtful())
-    }
-
-    /// Makes it so, for the next [`MemoryHandles::open`], that another process is less likely to be refused.
-    pub fn map_less(&self, layout: &Layout) {
-        if let MemoryHandles::Vulkan(memory) = self {
-            memory.map_less(layout);
-        }
-    }
-
     /// The memory as another process can be handed it.
     ///
     /// # Errors

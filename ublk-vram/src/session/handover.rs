@@ -2,12 +2,13 @@
 //! whose kernel has no ublk.
 //!
 //! ```text
-//!   maker     makes the memory, fills it, hands it over        killed (SIGKILL)
+//!   maker     makes the memory, fills it, hands it over        killed (SIGKILL) once the heir is ready
 //!   keeper    holds descriptors and a description, no GPU library
-//!   heir      maps the memory again and looks at every byte that was filled
+//!   heir      opens the memory, too; after the maker's end looks at every byte that was filled
 //! ```
 //!
-//! It is the way a server goes when its worker dies, with the same messages' parts.
+//! It is the way a server goes when its worker dies and the standby takes over, with the same messages'
+//! parts.
 
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
@@ -16,7 +17,7 @@ use serde::{Deserialize, Serialize};
 
 use super::process::{Process, Stderr, inherited_channel, installed_program};
 use super::take_fds;
-use crate::backend::{MemoryDescription, MemoryHandles};
+use crate::backend::{Backend, MemoryDescription, MemoryHandles};
 use crate::device::DeviceSpec;
 use crate::engine::bench::Bench;
 use crate::error::{Error, ErrorKind, Result};
@@ -34,7 +35,6 @@ const GONE: Duration = Duration::from_secs(30);
 enum Task {
     Make(Box<DeviceSpec>),
     Look(Box<Offer>),
-    Map(Box<Offer>),
 }
 
 /// Memory as another process can have it, with its descriptors.
@@ -49,7 +49,15 @@ struct Offer {
 #[derive(Serialize, Deserialize)]
 struct Made {
     offer: Offer,
+    /// Chunks that the CPU maps.
+    mapped: usize,
     seconds: f64,
+}
+
+/// The heir has opened the memory.
+#[derive(Serialize, Deserialize)]
+struct Ready {
+    mapped: usize,
 }
 
 /// What the heir found.
@@ -67,21 +75,29 @@ struct Found {
 pub fn keeper(spec: DeviceSpec) -> Result<String> {
     let mut maker = start(&Task::Make(Box::new(spec)), Vec::new())?;
     let (made, fds) = answer::<Made>(&mut maker)?;
-    let fds = take_fds(&mut fds.into_iter(), made.offer.description.fds())?;
+    let Made {
+        offer,
+        mapped,
+        seconds,
+    } = made;
+    let (size, chunks) = (offer.device_bytes, offer.description.fds());
+    let fds = take_fds(&mut fds.into_iter(), chunks)?;
+    let before = Instant::now();
+    let mut heir = start(&Task::Look(Box::new(offer)), fds)?;
+    let (ready, _) = answer::<Ready>(&mut heir)?;
+    let opened = before.elapsed().as_secs_f64();
     maker.kill();
     if !maker.has_ended(GONE) {
         return Err(Error::new(ErrorKind::Io, "the maker does not end"));
     }
-    let death = Instant::now();
-    let (size, chunks) = (made.offer.device_bytes, made.offer.description.fds());
-    let filled = made.seconds;
-    let mut heir = start(&Task::Look(Box::new(made.offer)), fds)?;
+    heir.channel.send(&(), &[])?;
     let (found, _) = answer::<Found>(&mut heir)?;
     let text = format!(
-        "{} in {chunks} chunks: filled in {filled:.1} s by a process that was then killed; mapped again \
-         {:.2} s after its end; {} pages read in {:.1} s, {} wrong\n",
+        "{} in {chunks} chunks, {mapped} of them mapped for the CPU: filled in {seconds:.1} s; another process \
+         had all of them after {opened:.1} s, {} mapped; the first was killed, and {} pages were read by the \
+         other in {:.1} s, {} wrong\n",
         human(size),
-        death.elapsed().as_secs_f64() - found.seconds,
+        ready.mapped,
         found.pages,
         found.seconds,
         found.wrong
@@ -90,31 +106,6 @@ pub fn keeper(spec: DeviceSpec) -> Result<String> {
         return Err(Error::new(ErrorKind::Io, text.trim_end().to_owned()));
     }
     Ok(text)
-}
-
-/// Lets another process have the memory for a moment, as a standby will.
-///
-/// # Errors
-/// Why it cannot.
-pub fn can_be_taken(memory: &MemoryHandles, layout: &Layout) -> Result<()> {
-    let (offer, fds) = offer(memory, layout)?;
-    let mut heir = start(&Task::Map(Box::new(offer)), fds)?;
-    let (outcome, _) = answer::<()>(&mut heir)?;
-    heir.hang_up();
-    if !heir.has_ended(GONE) {
-        heir.kill();
-    }
-    Ok(outcome)
-}
-
-fn offer(memory: &MemoryHandles, layout: &Layout) -> Result<(Offer, Vec<std::os::fd::OwnedFd>)> {
-    let exported = memory.export()?;
-    let offer = Offer {
-        device_bytes: layout.device_bytes(),
-        chunk_bytes: layout.chunk_size(),
-        description: exported.description,
-    };
-    Ok((offer, exported.fds))
 }
 
 fn start(task: &Task, fds: Vec<std::os::fd::OwnedFd>) -> Result<Process> {
@@ -155,24 +146,43 @@ pub fn part() -> Result<()> {
             }
             Err(error) => channel.send(&Err::<Made, _>(error), &[]),
         },
-        Task::Look(offer) => channel.send(&look(*offer, fds), &[]),
-        Task::Map(offer) => {
-            let outcome = map(*offer, fds).map(drop);
-            channel.send(&outcome, &[])
-        }
+        Task::Look(offer) => match open(*offer, fds) {
+            Ok((layout, kept)) => {
+                let mapped = mapped(&*kept.1);
+                channel.send(&Ok::<_, Error>(Ready { mapped }), &[])?;
+                if channel.receive::<()>()?.is_some() {
+                    channel.send(&look(layout, &*kept.1), &[])?;
+                }
+                Ok(())
+            }
+            Err(error) => channel.send(&Err::<Ready, _>(error), &[]),
+        },
     }
 }
 
-type Kept = (MemoryHandles, Box<dyn crate::backend::Backend>);
+type Kept = (MemoryHandles, Box<dyn Backend>);
 
 fn make(spec: &DeviceSpec) -> Result<(Made, Kept, Vec<std::os::fd::OwnedFd>)> {
     let layout = MemoryHandles::layout(&spec.backend, &spec.size, spec.chunk)?;
     let memory = MemoryHandles::create(&spec.backend, &layout)?;
     let backend = memory.open(&layout)?;
     let outcome = Bench::new(&*backend, layout).fill(0, filled(&layout), THREADS)?;
-    let (offer, fds) = offer(&memory, &layout)?;
-    let seconds = outcome.seconds;
-    Ok((Made { offer, seconds }, (memory, backend), fds))
+    let exported = memory.export()?;
+    let made = Made {
+        offer: Offer {
+            device_bytes: layout.device_bytes(),
+            chunk_bytes: layout.chunk_size(),
+            description: exported.description,
+        },
+        mapped: mapped(&*backend),
+        seconds: outcome.seconds,
+    };
+    Ok((made, (memory, backend), exported.fds))
+}
+
+fn mapped(backend: &dyn Backend) -> usize {
+    let chunks = backend.chunks().iter();
+    chunks.filter(|chunk| chunk.mapping.is_some()).count()
 }
 
 /// Whole blocks for every thread.
@@ -181,16 +191,15 @@ fn filled(layout: &Layout) -> u64 {
     layout.device_bytes() / step * step
 }
 
-fn map(offer: Offer, fds: Vec<std::os::fd::OwnedFd>) -> Result<(Layout, Kept)> {
+fn open(offer: Offer, fds: Vec<std::os::fd::OwnedFd>) -> Result<(Layout, Kept)> {
     let layout = Layout::new(offer.device_bytes, Some(offer.chunk_bytes))?;
     let memory = MemoryHandles::import(offer.description, fds)?;
     let backend = memory.open(&layout)?;
     Ok((layout, (memory, backend)))
 }
 
-fn look(offer: Offer, fds: Vec<std::os::fd::OwnedFd>) -> Result<Found> {
-    let (layout, (_memory, backend)) = map(offer, fds)?;
-    let outcome = Bench::filled(&*backend, layout).verify(0, filled(&layout), THREADS)?;
+fn look(layout: Layout, backend: &dyn Backend) -> Result<Found> {
+    let outcome = Bench::filled(backend, layout).verify(0, filled(&layout), THREADS)?;
     Ok(Found {
         pages: outcome.bytes / 4096,
         wrong: outcome.wrong + outcome.errors,

@@ -18,7 +18,6 @@ use crate::backend::Backend;
 use crate::device::{CrashPoint, StaticInfo};
 use crate::error::{Error, ErrorKind, Result};
 use crate::safety;
-use crate::session::handover::can_be_taken;
 use crate::session::{Report, Session};
 use crate::store::zero_and_check;
 use crate::ublk::{Heir, QueueHandle, QueueSeat, Target, Wishes};
@@ -37,7 +36,7 @@ pub(super) fn make(
     sender: Sender<Event>,
     events: Receiver<Event>,
 ) -> Result<()> {
-    let backend = open_memory(session)?;
+    let backend = session.memory.open(&session.layout)?;
     guard_memory(&*backend);
     zero_and_check(&*backend)?;
     let mut access = open_access(&*backend)?;
@@ -82,21 +81,6 @@ pub(super) fn make(
     }
     let shown = show_disk(session, link, shared, prepared, target, mortal);
     shown?.serve()
-}
-
-/// The memory, of which no more is mapped than a standby can map again.
-fn open_memory(session: &Session) -> Result<Box<dyn Backend>> {
-    loop {
-        let backend = session.memory.open(&session.layout)?;
-        if !session.memory.is_doubtful() {
-            return Ok(backend);
-        }
-        let Err(error) = can_be_taken(&session.memory, &session.layout) else {
-            return Ok(backend);
-        };
-        tracing::warn!("less is mapped for the CPU, so that another worker can take over: {error}");
-        session.memory.map_less(&session.layout);
-    }
 }
 
 fn show_disk(

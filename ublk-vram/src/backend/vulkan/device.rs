@@ -74,6 +74,11 @@ impl Drop for Device {
 }
 
 impl Device {
+    /// Whether its engines reach memory that the CPU does not map.
+    pub(super) fn has_engines(&self) -> bool {
+        self.can.timeline && !self.copy_queues.is_empty()
+    }
+
     /// Opens the GPU that `name` means.
     ///
     /// # Errors

@@ -56,9 +56,8 @@ pub(super) fn allocate(
     layout: &Layout,
     most_mapped: u64,
 ) -> Result<Vec<Chunk>> {
-    let has_engine = device.can.timeline && !device.copy_queues.is_empty();
     let mut mapped = device.types.mapped;
-    let local = device.types.local.filter(|_| has_engine);
+    let local = device.types.local.filter(|_| device.has_engines());
     let mut got = 0;
     let mut refused = None;
     let chunks = (0..layout.chunks())
@@ -104,6 +103,50 @@ pub(super) fn allocate(
         );
     }
     Ok(chunks)
+}
+
+/// Opens the chunks of the layout that another process has made and exported as `fds`. The first `mapped`
+/// of them were mapped for the CPU there; here as many as the driver maps again, and the others are left to
+/// the engines: a device can do without the one and not without a successor.
+///
+/// NVIDIA's driver (580) maps memory of the card only while more of it is free than is mapped in all
+/// (docs/performance.md, "Memory that outlives its maker").
+///
+/// # Errors
+/// If the driver does not take them: another GPU, another driver, another size.
+pub(super) fn import(
+    device: &Arc<Device>,
+    layout: &Layout,
+    mapped: u32,
+    fds: Vec<OwnedFd>,
+) -> Result<Vec<Chunk>> {
+    let mut most_mapped = mapped;
+    let chunks = (0..).zip(fds).map(|(index, fd)| {
+        let size = layout.chunk_bytes(index);
+        if index < most_mapped {
+            let copy = fd
+                .try_clone()
+                .map_err(|error| Error::os("dup of a descriptor of GPU memory", error))?;
+            match Chunk::import(device, size, device.types.mapped, true, copy) {
+                Err(error) if device.has_engines() => {
+                    most_mapped = index;
+                    tracing::warn!(
+                        "{index} of the {mapped} chunks that were mapped for the CPU are mapped again, the \
+                         others are left to the GPU's engines: {error}"
+                    );
+                }
+                outcome => return outcome,
+            }
+        }
+        Chunk::import(device, size, device.types.local, false, fd).map_err(|error| {
+            let count = layout.chunks();
+            Error::new(
+                error.kind,
+                format!("chunk {index} of {count}, which another process made, cannot be had: {error}"),
+            )
+        })
+    });
+    chunks.collect()
 }
 
 impl Chunk {
@@ -300,7 +343,7 @@ impl Allocation {
     }
 
     /// A descriptor that keeps the memory alive when this process is gone, and by which another one
-    /// finds it again ([`Chunk::import`]).
+    /// finds it again ([`import`]).
     ///
     /// # Errors
     /// If the driver makes none.
@@ -330,16 +373,19 @@ impl Allocation {
 impl Chunk {
     /// The chunk of `size` bytes that [`Allocation::export`] gave `fd` for, in this process or another.
     ///
+    /// A chunk that was mapped and is not to be is imported as another type than it was made as. The
+    /// specification wants the same (VUID-VkMemoryAllocateInfo-allocationSize-01742); it is done where the
+    /// driver has refused that, on what was seen of NVIDIA's (`ublk-vram handover` reads every byte).
+    ///
     /// # Errors
     /// If the driver does not take it: another GPU, another driver, another size.
-    pub(super) fn import(
+    fn import(
         device: &Arc<Device>,
         size: u64,
+        kind: Option<MemoryType>,
         is_mapped: bool,
         fd: OwnedFd,
     ) -> Result<Chunk> {
-        let types = &device.types;
-        let kind = if is_mapped { types.mapped } else { types.local };
         let Some(kind) = kind.filter(|_| device.descriptors.is_some()) else {
             return Err(Error::new(
                 ErrorKind::Unsupported,

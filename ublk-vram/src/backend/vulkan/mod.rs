@@ -35,7 +35,6 @@ mod tests;
 mod types;
 
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
@@ -124,8 +123,6 @@ fn default_reserve(gpu: &Gpu) -> u64 {
 pub struct VulkanMemory {
     device: Arc<Device>,
     spec: VulkanSpec,
-    /// Bytes that are mapped at most.
-    most_mapped: AtomicU64,
     /// What is to be mapped instead of fresh memory.
     imported: Mutex<Option<Kept>>,
     /// What [`VulkanMemory::export`] gives: it is there once the memory is.
@@ -189,7 +186,6 @@ impl VulkanMemory {
     fn of(device: Arc<Device>, spec: VulkanSpec, imported: Option<Kept>) -> VulkanMemory {
         VulkanMemory {
             device,
-            most_mapped: AtomicU64::new(spec.mapped.unwrap_or(u64::MAX)),
             spec,
             imported: Mutex::new(imported),
             exported: Mutex::new(None),
@@ -238,29 +234,8 @@ impl VulkanMemory {
         })
     }
 
-    /// Whether it is for another process to say if it can have this memory, too: a driver that does not map all
-    /// of it may have a limit for that ([`crate::session::handover::can_be_taken`]). Not where the user said how
-    /// much is mapped: that is obeyed or refused.
-    pub fn is_doubtful(&self) -> bool {
-        let exported = self.exported.lock().unwrap_or_else(PoisonError::into_inner);
-        self.spec.mapped.is_none()
-            && exported
-                .as_ref()
-                .is_some_and(|(made, _)| (1..made.chunks).contains(&made.mapped))
-    }
-
-    /// From the next [`VulkanMemory::open`] on half as many chunks are mapped; the backend that was opened is
-    /// to be dropped before.
-    pub fn map_less(&self, layout: &Layout) {
-        let mut exported = self.exported.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((made, _)) = exported.take() {
-            let most = u64::from(made.mapped / 2) * layout.chunk_size();
-            self.most_mapped.store(most, Ordering::Relaxed);
-        }
-    }
-
-    /// Allocates the chunks, maps those that can be, and measures the copy paths; imported memory is
-    /// mapped as it is. All is freed when the backend, all mappings and all descriptors are gone.
+    /// Allocates the chunks, maps those that can be, and measures the copy paths; of imported memory are
+    /// mapped those that its maker has mapped, as far as the driver maps them twice. All is freed when the backend, all mappings and all descriptors are gone.
     ///
     /// # Errors
     /// [`ErrorKind::NoSpace`] if the driver gives less, [`ErrorKind::Unsupported`] if what it gives is
@@ -270,12 +245,12 @@ impl VulkanMemory {
         if let Some((description, fds)) = imported.take() {
             // What the driver is given it keeps: copies go on to whoever asks this process.
             let kept = copies(&fds)?;
-            let backend = self.map_again(layout, &description, fds)?;
+            let backend = self.open_imported(layout, &description, fds)?;
             let mut exported = self.exported.lock().unwrap_or_else(PoisonError::into_inner);
             *exported = Some((description, kept));
             return Ok(backend);
         }
-        let most_mapped = self.most_mapped.load(Ordering::Relaxed);
+        let most_mapped = self.spec.mapped.unwrap_or(u64::MAX);
         let chunks = memory::allocate(&self.device, layout, most_mapped)?;
         let mut backend = self.with_chunks(chunks)?;
         if self.device.gpu.kind == GpuKind::Discrete {
@@ -290,7 +265,7 @@ impl VulkanMemory {
         Ok(backend)
     }
 
-    fn map_again(
+    fn open_imported(
         &self,
         layout: &Layout,
         description: &VulkanDescription,
@@ -303,24 +278,7 @@ impl VulkanMemory {
                 format!("{got} chunks were handed over, and the device has {wanted}"),
             ));
         }
-        let chunks = (0..)
-            .zip(fds)
-            .map(|(index, fd)| {
-                let is_mapped = index < description.mapped;
-                Chunk::import(&self.device, layout.chunk_bytes(index), is_mapped, fd).map_err(|error| {
-                    // Drivers have limits for this that making the memory does not meet
-                    // (docs/performance.md, "Memory that outlives its maker").
-                    Error::new(
-                        error.kind,
-                        format!(
-                            "the driver lets no other process have chunk {index} of {got}, of which {} are \
-                             mapped for the CPU: map less (--gpu-mapped), or take less; {error}",
-                            description.mapped
-                        ),
-                    )
-                })
-            })
-            .collect::<Result<_>>()?;
+        let chunks = memory::import(&self.device, layout, description.mapped, fds)?;
         let mut backend = self.with_chunks(chunks)?;
         backend.costs = description.costs;
         Ok(backend)
@@ -400,8 +358,8 @@ impl VulkanBackend {
         self.costs = calibrate::measure(0, chunk, &memory, |path| {
             let is_there = match path {
                 Path::Bar => chunk.mapping.is_some(),
-                Path::Dma => self.has_engines(),
-                Path::Gather => self.has_engines() && self.shader.is_some(),
+                Path::Dma => self.device.has_engines(),
+                Path::Gather => self.device.has_engines() && self.shader.is_some(),
             };
             if !is_there {
                 return Ok(None);
@@ -422,10 +380,6 @@ impl VulkanBackend {
         Ok(())
     }
 
-    fn has_engines(&self) -> bool {
-        self.device.can.timeline && !self.device.copy_queues.is_empty()
-    }
-
     fn queue(
         &self,
         queue: QueueId,
@@ -436,7 +390,7 @@ impl VulkanBackend {
     ) -> Result<Box<dyn BackendQueue>> {
         let needs_engines = paths != Paths::only(Path::Bar)
             || self.chunks.iter().any(|chunk| chunk.mapping.is_none());
-        let engines = if self.has_engines() && needs_engines {
+        let engines = if self.device.has_engines() && needs_engines {
             Some(self.engines(queue, copies, memory)?)
         } else {
             None
@@ -577,7 +531,7 @@ impl Backend for VulkanBackend {
     }
 
     fn paths(&self) -> Option<PathsInfo> {
-        self.has_engines()
-            .then(|| shown::paths(&self.costs, self.paths))
+        let has_engines = self.device.has_engines();
+        has_engines.then(|| shown::paths(&self.costs, self.paths))
     }
 }
