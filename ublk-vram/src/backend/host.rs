@@ -100,10 +100,7 @@ impl HostMemory {
             .map(|(fd, index)| {
                 let size = layout.chunk_bytes(index);
                 let mapping = SharedMapping::new(fd.as_fd(), size as usize)?;
-                Ok(ChunkMemory {
-                    size,
-                    mapping: Some(mapping.into_mapping()),
-                })
+                Ok(ChunkMemory::new(size, Some(mapping.into_mapping())))
             })
             .collect::<Result<Vec<_>>>()?;
         Ok(HostBackend {

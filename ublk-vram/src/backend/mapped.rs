@@ -104,10 +104,7 @@ pub(super) fn carve(mapping: SharedMapping, layout: &Layout) -> Result<Vec<Chunk
             // SAFETY: `at` has shown that the range is inside what the owner keeps mapped.
             let mapping =
                 unsafe { Mapping::new(start, size as usize, Arc::<SharedMapping>::clone(&owner)) };
-            Ok(ChunkMemory {
-                size,
-                mapping: Some(mapping),
-            })
+            Ok(ChunkMemory::new(size, Some(mapping)))
         })
         .collect()
 }

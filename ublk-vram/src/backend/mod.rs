@@ -19,7 +19,7 @@
 use std::fs::File;
 use std::os::fd::{OwnedFd, RawFd};
 use std::ptr::NonNull;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use serde::{Deserialize, Serialize};
 
@@ -210,14 +210,33 @@ impl Mapping {
 pub struct ChunkMemory {
     /// Bytes, the header's 4 KiB included.
     pub size: u64,
-    /// The CPU's way in; `None` for memory that only the GPU's engines reach.
-    pub mapping: Option<Mapping>,
+    /// One for all clones: queue threads have theirs.
+    mapping: Arc<OnceLock<Mapping>>,
 }
 
 impl ChunkMemory {
+    /// `size` bytes, with the CPU's way in where there is one.
+    pub fn new(size: u64, mapping: Option<Mapping>) -> ChunkMemory {
+        let mapping = mapping.map(OnceLock::from).unwrap_or_default();
+        ChunkMemory {
+            size,
+            mapping: Arc::new(mapping),
+        }
+    }
+
+    /// The CPU's way in; `None` while only the GPU's engines reach it.
+    pub fn mapping(&self) -> Option<&Mapping> {
+        self.mapping.get()
+    }
+
+    /// From now on the CPU reaches it, too, for whoever has a clone of this. The first mapping stays.
+    pub fn set_mapping(&self, mapping: Mapping) {
+        let _ = self.mapping.set(mapping);
+    }
+
     /// The address of byte `offset`, if the CPU reaches `len` bytes from there.
     pub fn at(&self, offset: u64, len: usize) -> Option<*mut u8> {
-        self.mapping.as_ref()?.at(offset, len)
+        self.mapping()?.at(offset, len)
     }
 }
 
@@ -428,6 +447,15 @@ impl MemoryHandles {
     /// supervisor makes the rest, and every worker gets it in the same way.
     pub fn needs_gpu_library(spec: &BackendSpec) -> bool {
         matches!(spec, BackendSpec::Vulkan(_))
+    }
+
+    /// Maps chunks that are not mapped and were, in the process that made this memory: a driver may have had
+    /// no room for it while that one lived. The numbers of those that are now to have this mapping.
+    pub fn map_rest(&self, chunks: &[ChunkMemory]) -> Vec<(usize, Mapping)> {
+        match self {
+            MemoryHandles::Vulkan(memory) => memory.map_rest(chunks),
+            MemoryHandles::Host(_) | MemoryHandles::Pci(_) | MemoryHandles::Cuda(_) => Vec::new(),
+        }
     }
 
     /// The memory as another process can be handed it.

@@ -4,8 +4,8 @@
 //! ```text
 //!   maker     makes the memory, fills it, hands it over        killed (SIGKILL) once the heir is ready
 //!   keeper    holds descriptors and a description, no GPU library
-//!   heir      opens the memory, too; after the maker's end reads every byte that was filled, writes
-//!             others, and reads those
+//!   heir      opens the memory, too; after the maker's end reads every byte that was filled, maps what
+//!             could not be mapped before, writes other bytes, and reads those
 //! ```
 //!
 //! It is the way a server goes when its worker dies and the standby takes over, with the same messages'
@@ -68,7 +68,11 @@ struct Found {
     /// Of what the maker wrote.
     wrong: u64,
     seconds: f64,
-    /// Of what the heir wrote over it.
+    /// Chunks that the CPU maps now.
+    mapped: usize,
+    /// To map them.
+    mapping_seconds: f64,
+    /// Of what the heir wrote then.
     wrong_again: u64,
 }
 
@@ -96,15 +100,22 @@ pub fn keeper(spec: DeviceSpec) -> Result<String> {
     }
     heir.channel.send(&(), &[])?;
     let (found, _) = answer::<Found>(&mut heir)?;
+    // Whoever wants the memory next is to find it free.
+    if !heir.has_ended(GONE) {
+        return Err(Error::new(ErrorKind::Io, "the heir does not end"));
+    }
     let text = format!(
         "{} in {chunks} chunks, {mapped} of them mapped for the CPU: filled in {seconds:.1} s; another process \
          had all of them after {opened:.1} s, {} mapped; the first was killed, and {} pages were read by the \
-         other in {:.1} s, {} wrong, written anew and read, {} wrong\n",
+         other in {:.1} s, {} wrong; with {} mapped, {:.1} s later, they were written anew and read, \
+         {} wrong\n",
         human(size),
         ready.mapped,
         found.pages,
         found.seconds,
         found.wrong,
+        found.mapped,
+        found.mapping_seconds,
         found.wrong_again
     );
     if found.wrong + found.wrong_again > 0 {
@@ -156,7 +167,7 @@ pub fn part() -> Result<()> {
                 let mapped = mapped(&*kept.1);
                 channel.send(&Ok::<_, Error>(Ready { mapped }), &[])?;
                 if channel.receive::<()>()?.is_some() {
-                    channel.send(&look(layout, &*kept.1), &[])?;
+                    channel.send(&look(layout, &kept), &[])?;
                 }
                 Ok(())
             }
@@ -187,7 +198,7 @@ fn make(spec: &DeviceSpec) -> Result<(Made, Kept, Vec<std::os::fd::OwnedFd>)> {
 
 fn mapped(backend: &dyn Backend) -> usize {
     let chunks = backend.chunks().iter();
-    chunks.filter(|chunk| chunk.mapping.is_some()).count()
+    chunks.filter(|chunk| chunk.mapping().is_some()).count()
 }
 
 /// Whole blocks for every thread.
@@ -203,15 +214,25 @@ fn open(offer: Offer, fds: Vec<std::os::fd::OwnedFd>) -> Result<(Layout, Kept)> 
     Ok((layout, (memory, backend)))
 }
 
-fn look(layout: Layout, backend: &dyn Backend) -> Result<Found> {
-    let (bench, len) = (Bench::filled(backend, layout), filled(&layout));
+fn look(layout: Layout, (memory, backend): &Kept) -> Result<Found> {
+    let (bench, len) = (Bench::filled(&**backend, layout), filled(&layout));
     let first = bench.verify(0, len, THREADS)?;
+    let before = Instant::now();
+    let chunks = backend.chunks();
+    for (index, mapping) in memory.map_rest(chunks) {
+        if let Some(chunk) = chunks.get(index) {
+            chunk.set_mapping(mapping);
+        }
+    }
+    let mapping_seconds = before.elapsed().as_secs_f64();
     let written = bench.fill(0, len, THREADS)?;
     let again = bench.verify(0, len, THREADS)?;
     Ok(Found {
         pages: first.bytes / 4096,
         wrong: first.wrong + first.errors,
         seconds: first.seconds,
+        mapped: mapped(&**backend),
+        mapping_seconds,
         wrong_again: written.errors + again.wrong + again.errors,
     })
 }

@@ -10,7 +10,7 @@ use crate::error::Error;
 
 /// Changes with every change of these messages or of the regions' contents: a worker of another
 /// version is turned away before it has anything in hand.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 
 /// What a process is started for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -109,6 +109,8 @@ pub enum Report {
     Ready,
     /// The disk is served.
     Live(Box<StaticInfo>),
+    /// The copy path, as `show` tells it, is another one.
+    Copy(String),
     /// The device is in another state.
     State {
         /// Which.

@@ -374,6 +374,11 @@ impl Machine {
                 }
             }
             Report::Live(fixed) => self.worker_is_live(*fixed),
+            Report::Copy(copy) => {
+                if let Some(fixed) = self.fixed() {
+                    self.set_fixed(StaticInfo { copy, ..fixed });
+                }
+            }
             Report::State { state, reason } => {
                 self.is_draining &= state != DeviceState::Live;
                 self.set_state(state, reason);

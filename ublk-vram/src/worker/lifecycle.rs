@@ -43,6 +43,8 @@ pub(super) enum Event {
     Terminate,
     /// A `remove`, to be answered under this number.
     Remove(u64),
+    /// The CPU maps more of the memory than before.
+    Mapped,
     /// The device's memory is lost; [`Health`] knows how.
     Lost,
     /// A queue thread has ended: in order when the disk is gone or taken away, else with the reason.
@@ -104,6 +106,7 @@ impl Live {
                     return self.finish();
                 }
                 Ok(Event::Lost) => self.become_state(DeviceState::Live, None),
+                Ok(Event::Mapped) => self.tell_copy(),
                 Ok(Event::GoLive | Event::TakeOver { .. }) => {}
                 Err(_) => return Err(Error::new(ErrorKind::Io, "every event source is gone")),
             }
@@ -121,6 +124,13 @@ impl Live {
             other => (other.0, reason),
         };
         self.shared.status.become_state(state, reason);
+    }
+
+    /// Tells how bytes are copied now.
+    fn tell_copy(&self) {
+        let copy = self.backend.copy_path();
+        self.shared.status.set_copy(&copy);
+        self.link.report(&Report::Copy(copy));
     }
 
     fn refuse(&self, call: u64, error: Error) {
@@ -222,6 +232,7 @@ impl Live {
                     return Ok(());
                 }
                 Ok(Event::Lost) => self.become_state(DeviceState::Draining, None),
+                Ok(Event::Mapped) => self.tell_copy(),
                 Ok(Event::Terminate | Event::GoLive | Event::TakeOver { .. })
                 | Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => std::thread::sleep(DRAIN_TICK),

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use super::lifecycle::Event;
 use super::orders::Shared;
 use super::prepare::spawn;
-use crate::backend::Backend;
 use crate::backend::access::Access;
+use crate::backend::{Backend, Mapping};
 use crate::error::{Error, ErrorKind, Result};
 use crate::health::{Health, Watch, WatchHandle};
 use crate::safety::bus_error;
@@ -24,11 +24,40 @@ const SECOND_LOSS: Duration = Duration::from_secs(60);
 
 /// From here on a mapping that is taken away is an error, and not the end of the process.
 pub(crate) fn guard_memory(backend: &dyn Backend) {
-    bus_error::watch(backend.chunks().iter().filter_map(|chunk| {
-        let mapping = chunk.mapping.as_ref()?;
-        let first = mapping.at(0, mapping.len())?;
-        Some((first as usize, mapping.len()))
-    }));
+    let chunks = backend.chunks().iter();
+    bus_error::watch(chunks.filter_map(|chunk| range(chunk.mapping()?)));
+}
+
+fn range(mapping: &Mapping) -> Option<(usize, usize)> {
+    let first = mapping.at(0, mapping.len())?;
+    Some((first as usize, mapping.len()))
+}
+
+/// Maps, beside the I/O, what the driver had no room for while the last worker had it mapped.
+pub(super) fn start_mapping(
+    session: &'static Session,
+    backend: &dyn Backend,
+    events: Sender<Event>,
+) -> Result<()> {
+    let chunks = backend.chunks().to_vec();
+    if chunks.iter().all(|chunk| chunk.mapping().is_some()) {
+        return Ok(());
+    }
+    spawn("map-rest", move || {
+        let rest = session.memory.map_rest(&chunks);
+        if rest.is_empty() {
+            return;
+        }
+        bus_error::watch(rest.iter().filter_map(|(_, mapping)| range(mapping)));
+        tracing::info!("{} more chunks are mapped for the CPU", rest.len());
+        for (index, mapping) in rest {
+            if let Some(chunk) = chunks.get(index) {
+                chunk.set_mapping(mapping);
+            }
+        }
+        // Nobody who listens any more needs to know.
+        let _ = events.send(Event::Mapped);
+    })
 }
 
 /// Starts the thread that looks after the memory.

@@ -10,7 +10,9 @@ use std::time::{Duration, Instant, SystemTime};
 use super::headers::{check_headers, label, open_access};
 use super::lifecycle::{Event, Live};
 use super::link::Link;
-use super::memory::{check_contents, guard_memory, outlive_driver, start_rebuild, start_watch};
+use super::memory::{
+    check_contents, guard_memory, outlive_driver, start_mapping, start_rebuild, start_watch,
+};
 use super::orders::Shared;
 use super::prepare::{Prepared, crash, prepare, spawn, why_a_queue_ended};
 use super::swapoff::SwapoffHelper;
@@ -273,6 +275,7 @@ fn take_over(
     if is_new_table {
         start_rebuild(session, shared, access, &stop_rebuild)?;
     }
+    start_mapping(session, &*backend, sender.clone())?;
     let watch = start_watch(watch, shared, sender)?;
     Ok(Live {
         session,
@@ -296,7 +299,7 @@ fn wait_for_order(events: &Receiver<Event>) -> bool {
         match events.recv() {
             Ok(Event::GoLive) => return true,
             Ok(Event::Terminate | Event::QueueEnded(..)) | Err(_) => return false,
-            Ok(Event::Remove(_) | Event::Lost | Event::TakeOver { .. }) => {}
+            Ok(Event::Remove(_) | Event::Lost | Event::Mapped | Event::TakeOver { .. }) => {}
         }
     }
 }

@@ -61,6 +61,14 @@ impl Status {
         current.fixed = Some(fixed.clone());
     }
 
+    /// The copy path, as `show` tells it, is another one. The supervisor learns of it by a report of its own.
+    pub(super) fn set_copy(&self, copy: &str) {
+        let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(fixed) = &mut current.fixed {
+            copy.clone_into(&mut fixed.copy);
+        }
+    }
+
     pub(super) fn current(&self) -> Current {
         self.current
             .lock()

@@ -161,7 +161,7 @@ fn shares(taken: &[(String, u64)]) -> String {
 fn part(part: BenchPart, backend: &dyn Backend, layout: &Layout) -> Result<(u64, u64)> {
     let mapped: u64 = (0..)
         .zip(backend.chunks())
-        .filter(|(_, chunk)| chunk.mapping.is_some())
+        .filter(|(_, chunk)| chunk.mapping().is_some())
         .map(|(index, _)| layout.payload_of(index))
         .sum();
     let (start, len) = match part {

@@ -18,7 +18,7 @@ pub(super) fn chunks_match_the_layout(backend: &dyn Backend, layout: &Layout) ->
     })?;
     for (chunk, index) in chunks.iter().zip(0..) {
         let wanted = layout.chunk_bytes(index);
-        let mapped = chunk.mapping.as_ref().map(|mapping| mapping.len() as u64);
+        let mapped = chunk.mapping().map(|mapping| mapping.len() as u64);
         ensure(
             chunk.size == wanted && mapped.is_none_or(|mapped| mapped == wanted),
             || {
@@ -29,8 +29,7 @@ pub(super) fn chunks_match_the_layout(backend: &dyn Backend, layout: &Layout) ->
             },
         )?;
         let aligned = chunk
-            .mapping
-            .as_ref()
+            .mapping()
             .and_then(|mapping| mapping.at(0, 1))
             .is_none_or(|base| base.addr() % PAGE as usize == 0);
         ensure(aligned, || {
@@ -276,7 +275,11 @@ pub(super) fn data_does_not_reach_the_header(backend: &dyn Backend, layout: &Lay
 }
 
 pub(super) fn mapping_and_copies_agree(backend: &dyn Backend, layout: &Layout) -> Verdict {
-    if backend.chunks().iter().all(|chunk| chunk.mapping.is_none()) {
+    if backend
+        .chunks()
+        .iter()
+        .all(|chunk| chunk.mapping().is_none())
+    {
         return skip("the CPU reaches none of the memory");
     }
     let mut queue = Watched::open(backend, 0, COPIES, 2 * PAGE as usize)?;
@@ -284,7 +287,7 @@ pub(super) fn mapping_and_copies_agree(backend: &dyn Backend, layout: &Layout) -
         .chunks()
         .iter()
         .zip(0..)
-        .filter(|(chunk, n)| chunk.mapping.is_some() && visited(layout).contains(n))
+        .filter(|(chunk, n)| chunk.mapping().is_some() && visited(layout).contains(n))
     {
         let offset = layout.payload_of(index) - u64::from(PAGE);
         let Some(base) = chunk.at(offset, PAGE as usize) else {

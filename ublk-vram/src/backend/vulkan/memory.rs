@@ -149,6 +149,17 @@ pub(super) fn import(
     chunks.collect()
 }
 
+/// Maps a chunk of `size` bytes that this process has by another allocation already. The mapping owns its
+/// own.
+///
+/// # Errors
+/// As [`import`], and that the driver has no room.
+pub(super) fn map_again(device: &Arc<Device>, size: u64, fd: OwnedFd) -> Result<Mapping> {
+    let chunk = Chunk::import(device, size, device.types.mapped, true, fd)?;
+    let mapping = chunk.memory.mapping().cloned();
+    mapping.ok_or_else(|| Error::new(ErrorKind::Unsupported, "the chunk was not mapped"))
+}
+
 impl Chunk {
     /// Allocates `size` bytes of a type, and maps them if the CPU is to reach them.
     fn new(
@@ -165,7 +176,7 @@ impl Chunk {
             None
         };
         Ok(Chunk {
-            memory: ChunkMemory { size, mapping },
+            memory: ChunkMemory::new(size, mapping),
             allocation,
         })
     }

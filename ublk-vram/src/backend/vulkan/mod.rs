@@ -284,6 +284,31 @@ impl VulkanMemory {
         Ok(backend)
     }
 
+    /// Maps chunks that their maker had mapped and [`VulkanMemory::open`] could not, in order and as far as
+    /// the driver goes: there may be room now that the maker is gone.
+    pub fn map_rest(&self, chunks: &[ChunkMemory]) -> Vec<(usize, Mapping)> {
+        let rest: Vec<_> = {
+            let exported = self.exported.lock().unwrap_or_else(PoisonError::into_inner);
+            let Some((made, fds)) = exported.as_ref() else {
+                return Vec::new();
+            };
+            let mapped = chunks.iter().zip(fds).take(made.mapped as usize);
+            mapped
+                .enumerate()
+                .filter(|(_, (chunk, _))| chunk.mapping().is_none())
+                .map_while(|(index, (chunk, fd))| Some((index, chunk.size, fd.try_clone().ok()?)))
+                .collect()
+        };
+        rest.into_iter()
+            .map_while(|(index, size, fd)| {
+                let mapping = memory::map_again(&self.device, size, fd);
+                let mapping =
+                    mapping.inspect_err(|error| tracing::info!("chunk {index} stays: {error}"));
+                Some((index, mapping.ok()?))
+            })
+            .collect()
+    }
+
     fn with_chunks(&self, chunks: Vec<Chunk>) -> Result<VulkanBackend> {
         let has_shader = self.device.can.address && !self.device.compute_queues.is_empty();
         // It is never the only way: a GPU that does not run it does without.
@@ -357,7 +382,7 @@ impl VulkanBackend {
         }
         self.costs = calibrate::measure(0, chunk, &memory, |path| {
             let is_there = match path {
-                Path::Bar => chunk.mapping.is_some(),
+                Path::Bar => chunk.mapping().is_some(),
                 Path::Dma => self.device.has_engines(),
                 Path::Gather => self.device.has_engines() && self.shader.is_some(),
             };
@@ -370,7 +395,7 @@ impl VulkanBackend {
                 .map(Some)
         })?;
         if self.costs.of(Path::Bar, Direction::Read).is_none()
-            && self.chunks.iter().any(|chunk| chunk.mapping.is_some())
+            && self.chunks.iter().any(|chunk| chunk.mapping().is_some())
         {
             return Err(Error::new(
                 ErrorKind::Io,
@@ -389,7 +414,7 @@ impl VulkanBackend {
         costs: Costs,
     ) -> Result<Box<dyn BackendQueue>> {
         let needs_engines = paths != Paths::only(Path::Bar)
-            || self.chunks.iter().any(|chunk| chunk.mapping.is_none());
+            || self.chunks.iter().any(|chunk| chunk.mapping().is_none());
         let engines = if self.device.has_engines() && needs_engines {
             Some(self.engines(queue, copies, memory)?)
         } else {
@@ -447,7 +472,7 @@ impl VulkanBackend {
 
     fn export(&self, spec: &VulkanSpec) -> Result<Kept> {
         let count = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
-        let mapped = self.chunks.iter().filter(|chunk| chunk.mapping.is_some());
+        let mapped = self.chunks.iter().filter(|chunk| chunk.mapping().is_some());
         let description = VulkanDescription {
             // An index or `auto` may mean another GPU next time.
             spec: VulkanSpec {
@@ -494,7 +519,7 @@ impl Backend for VulkanBackend {
             "write-combined"
         };
         let mut text = format!("{}, {kind}", self.routines.isa());
-        let unmapped = self.chunks.iter().filter(|chunk| chunk.mapping.is_none());
+        let unmapped = self.chunks.iter().filter(|chunk| chunk.mapping().is_none());
         let beyond: u64 = unmapped.map(|chunk| chunk.size).sum();
         if beyond > 0 {
             text.push_str(&format!("; {} by the GPU's engines alone", human(beyond)));

@@ -14,7 +14,7 @@ use crate::backend::access::Access;
 use crate::backend::conformance::{Check, Outcome, check_backend};
 use crate::backend::host::HostMemory;
 use crate::backend::{DRIVER_LOST, MemoryDescription};
-use crate::store::zero_and_check;
+use crate::store::{ChunkTable, zero_and_check};
 
 /// The name of lavapipe for [`find`].
 fn lavapipe() -> String {
@@ -116,7 +116,7 @@ fn memory_that_the_cpu_does_not_reach_passes_the_suite() {
             ..spec()
         };
         let backend = open(&spec, &layout);
-        let is_mapped = |chunk: &ChunkMemory| chunk.mapping.is_some();
+        let is_mapped = |chunk: &ChunkMemory| chunk.mapping().is_some();
         let count = backend.chunks().iter().filter(|chunk| is_mapped(chunk));
         assert_eq!(count.count() as u64, mapped >> 21);
         assert!(
@@ -328,6 +328,41 @@ fn exported_memory_is_found_again() {
         let page = access.read(chunk, 8192, 4096).unwrap();
         assert!(page.iter().all(|byte| *byte == chunk as u8 + 1), "{chunk}");
     }
+}
+
+/// As where a driver had no room to map it before its maker was gone.
+#[test]
+fn imported_memory_is_mapped_later() {
+    let layout = suite_layout();
+    let spec = VulkanSpec {
+        mapped: Some(0),
+        ..spec()
+    };
+    let maker = VulkanMemory::create(&spec, &layout).unwrap();
+    let made = maker.open(&layout).unwrap();
+    let exported = maker.export().unwrap();
+    let MemoryDescription::Vulkan(mut description) = exported.description else {
+        panic!("{:?}", exported.description);
+    };
+    description.costs = open(&self::spec(), &layout).costs;
+    let memory = VulkanMemory::import(*description, exported.fds).unwrap();
+    let backend = memory.open(&layout).unwrap();
+    drop((made, maker));
+    let rest = || memory.map_rest(backend.chunks());
+    assert!(rest().is_empty(), "its maker had mapped nothing");
+    let wanted = layout.chunks() - 1;
+    memory.exported.lock().unwrap().as_mut().unwrap().0.mapped = wanted;
+    let table = ChunkTable::new(backend.chunks(), 1);
+    for (index, mapping) in rest() {
+        backend.chunks()[index].set_mapping(mapping);
+    }
+    assert!(rest().is_empty(), "once is enough");
+    for index in 0..layout.chunks() {
+        let chunk = table.enter(QueueId(0), index).unwrap();
+        assert_eq!(chunk.mapping().is_some(), index < wanted, "{index}");
+        table.leave(QueueId(0), index);
+    }
+    conforms(&backend, &layout);
 }
 
 #[test]

@@ -266,10 +266,8 @@ fn a_mapping_that_was_taken_away_is_a_lost_device_and_no_crash() {
     nix::unistd::ftruncate(&memfd, 2 << 20).unwrap();
     let mapping = SharedMapping::new(memfd.as_fd(), 2 << 20).unwrap();
     bus_error::watch([(mapping.as_ptr() as usize, 2 << 20)]);
-    let backend = Cut(vec![ChunkMemory {
-        size: 2 << 20,
-        mapping: Some(mapping.into_mapping()),
-    }]);
+    let chunk = ChunkMemory::new(2 << 20, Some(mapping.into_mapping()));
+    let backend = Cut(vec![chunk]);
     let mut bench = bench(4 << 20);
     let integrity = integrity(&backend, &layout);
     let table = Arc::new(ChunkTable::new(backend.chunks(), 1));
