@@ -171,6 +171,8 @@ fn evictable_as_swap(kernel: &Kernel) -> Result<()> {
         &["'v' is no safe swap", "--allow-evictable"],
     )?;
     guest.nothing_left()?;
+    // The standby has half of it by the engines alone, and is to map it under the storm.
+    shim(&guest, &format!("{INTEGRATED}\nmaps 2"))?;
     let added = guest.sh_timeout(&format!("vramctl add v {OPTIONS}"), Duration::from_secs(90))?;
     let added = added.ok()?;
     let path = added.stdout.trim();
@@ -186,7 +188,9 @@ fn evictable_as_swap(kernel: &Kernel) -> Result<()> {
         &["'v' is no safe swap", "--allow-evictable"],
     )?;
     guest.wait_whole("v")?;
+    shim(&guest, INTEGRATED)?;
     ensure!(shown(&guest)?.0 == ["live"; 3], "{:?}", shown(&guest)?);
+    let copy = show["copy"].clone();
 
     // Nothing stops swapon(8): the device sees it by what is written.
     guest.must(&format!("mkswap -q {path} && swapon {path}"))?;
@@ -216,6 +220,7 @@ fn evictable_as_swap(kernel: &Kernel) -> Result<()> {
     let queues = show["queue"].as_array().into_iter().flatten();
     let errors: u64 = queues.filter_map(|queue| queue["errors"].as_u64()).sum();
     ensure!(errors == 0 && show["server"]["takeovers"] == 1, "{show}");
+    ensure!(show["copy"] == copy, "{show}");
     ensure!(
         guest.vmstat("pswpin")? > 1000 && guest.vmstat("pswpout")? > 1000,
         "no storm"

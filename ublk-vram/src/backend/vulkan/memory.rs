@@ -130,7 +130,7 @@ pub(super) fn import(
             match Chunk::import(device, size, device.types.mapped, true, copy) {
                 Err(error) if device.has_engines() => {
                     most_mapped = index;
-                    tracing::warn!(
+                    tracing::info!(
                         "{index} of the {mapped} chunks that were mapped for the CPU are mapped again, the \
                          others are left to the GPU's engines: {error}"
                     );
