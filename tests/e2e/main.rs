@@ -6,6 +6,7 @@
 //! keeps its console under `target/vmrig/logs/`. With E2E_DEBUG_KERNEL the cases run on the kernel that
 //! `cargo xtask kmod debug-kernel` left in that directory, and on no other.
 
+mod demo;
 mod edges;
 mod endings;
 mod faults;
@@ -58,6 +59,7 @@ fn main() {
         endings::CASES,
         remove::CASES,
         lifecycle::CASES,
+        demo::CASES,
         recovery::CASES,
         refusals::CASES,
         vulkan::CASES,

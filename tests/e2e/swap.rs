@@ -248,15 +248,13 @@ fn sigterm_drains(kernel: &Kernel) -> Result<()> {
 /// SIGTERM when what is swapped does not fit: the helper fails or is killed, the server lives, and
 /// every page is right.
 fn sigterm_with_more_than_fits(kernel: &Kernel) -> Result<()> {
-    let guest = Guest::boot(kernel, "swap-sigterm-full", 512, |vm| vm.memory(384))?;
-    guest.add(
-        "swap0",
-        &format!("{} --size max --io-memory 4M", guest.gpu(0)),
-    )?;
+    let guest = Guest::boot(kernel, "swap-sigterm-full", 256, |vm| vm.memory(256))?;
+    let options = "--size max --io-memory 4M --queues 1";
+    guest.add("swap0", &format!("{} {options}", guest.gpu(0)))?;
     guest.must("vramctl swap on swap0 && mkfifo /tmp/go")?;
     let pid = guest.show("swap0")?["pid"].clone();
     let keeper = guest.spawn_sh(
-        "echo -1000 > /proc/self/oom_score_adj; exec vramtest hog --mib 450 --keep < /tmp/go",
+        "echo -1000 > /proc/self/oom_score_adj; exec vramtest hog --mib 230 --keep < /tmp/go",
     )?;
     let opener = guest.spawn_sh("exec sleep 1000 > /tmp/go")?;
     let filled = || keeper.output().map(|(stdout, _)| stdout.contains("filled"));

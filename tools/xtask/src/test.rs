@@ -1,10 +1,14 @@
 //! `cargo xtask test`: everything that must hold before a change is taken, cheapest first, up to the
-//! first failure.
+//! first failure. The kernel module is built beside what comes before it: that waits for downloads and for
+//! one compiler at a time.
 //!
 //! It is what CI runs (`.ci/run`) and what a developer runs: there is no second list of checks.
 
 use std::{
-    process::ExitCode,
+    env,
+    fs::File,
+    io::{self, Seek},
+    process::{Child, Command, ExitCode, ExitStatus, Stdio},
     time::{Duration, Instant},
 };
 
@@ -27,6 +31,9 @@ const fn stage(name: &'static str, arguments: &'static [&'static str]) -> Stage 
         environment: None,
     }
 }
+
+/// The stage that is started before its turn.
+const KMOD: &str = "kmod";
 
 const STAGES: [Stage; 8] = [
     stage("fmt", &["fmt", "--all", "--check"]),
@@ -73,7 +80,7 @@ const STAGES: [Stage; 8] = [
         ],
     ),
     // So do those of the kernel module put what this builds.
-    stage("kmod", &["xtask", "kmod", "check"]),
+    stage(KMOD, &["xtask", "kmod", "check"]),
     stage(
         "e2e",
         &["test", "--package=ublk-vram-tests", "--test=e2e", "--"],
@@ -104,7 +111,7 @@ fn chosen(only: Option<&str>, filter: Option<&str>) -> Vec<&'static Stage> {
     let only = only.or(filter.map(|_| "e2e"));
     let wanted = |stage: &&Stage| match only {
         // The kernel module takes minutes where it was never built.
-        Some("e2e") if stage.name == "kmod" => filter.is_none_or(|name| name.contains("kmod")),
+        Some("e2e") if stage.name == KMOD => filter.is_none_or(|name| name.contains("kmod")),
         Some("e2e") => ["build", "e2e"].contains(&stage.name),
         Some(only) => stage.name == only,
         None => true,
@@ -121,9 +128,15 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     prepare(&stages)?;
     let mut done: Vec<(&str, Duration)> = Vec::new();
     let mut failed = None;
+    let begin = Instant::now();
+    let kmod = stages.iter().find(|stage| stage.name == KMOD);
+    let mut early = kmod.map(|stage| Early::start(stage)).transpose()?;
     for stage in stages {
         let started = Instant::now();
-        let ok = run_stage(stage, arguments.filter.as_deref())?;
+        let ok = match early.take_if(|_| stage.name == KMOD) {
+            Some(early) => succeeded(stage, early.finish()?)?,
+            None => run_stage(stage, arguments.filter.as_deref())?,
+        };
         let took = started.elapsed();
         let word = if ok { "ok" } else { "FAILED" };
         eprintln!("xtask: {} {word}, {:.1} s", stage.name, took.as_secs_f64());
@@ -132,6 +145,11 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
             failed = Some(stage.name);
             break;
         }
+    }
+    if let Some(early) = early {
+        // Nothing is killed that has something mounted.
+        eprintln!("xtask: waiting for the end of stage {KMOD}");
+        early.finish()?;
     }
     eprintln!();
     for (name, took) in &done {
@@ -142,7 +160,7 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         };
         eprintln!("{name:<8}{word:<8}{:>8.1} s", took.as_secs_f64());
     }
-    let total: Duration = done.iter().map(|(_, took)| *took).sum();
+    let total = begin.elapsed();
     eprintln!("{:<16}{:>8.1} s", "total", total.as_secs_f64());
     Ok(match failed {
         Some(name) => {
@@ -166,7 +184,7 @@ fn prepare(stages: &[&Stage]) -> Result<()> {
     if stages.iter().any(|stage| stage.name != "fmt") {
         deps::ensure_build_tools()?;
     }
-    if has("kmod") {
+    if has(KMOD) {
         deps::ensure_programs(&[&deps::BOOT, &deps::KMOD])?;
     }
     // The unit tests boot machines too: those of vmrig.
@@ -187,10 +205,44 @@ fn run_stage(stage: &Stage, filter: Option<&str>) -> Result<bool> {
     let status = command
         .status()
         .with_context(|| format!("stage {}: cannot run cargo", stage.name))?;
+    succeeded(stage, status)
+}
+
+fn succeeded(stage: &Stage, status: ExitStatus) -> Result<bool> {
     if status.code().is_none() {
         bail!("stage {}: cargo was ended by a signal", stage.name);
     }
     Ok(status.success())
+}
+
+/// The stage [`KMOD`], beside others. Cargo has a lock that they need, so it goes without.
+struct Early {
+    child: Child,
+    output: File,
+}
+
+impl Early {
+    fn start(stage: &Stage) -> Result<Early> {
+        let output = tempfile::tempfile().context("no file for the output of a stage")?;
+        eprintln!(
+            "xtask: {KMOD}: started beside the stages before it; its output comes in its turn"
+        );
+        let child = Command::new(env::current_exe().context("where is this program?")?)
+            .args(stage.arguments.iter().skip(1))
+            .stdin(Stdio::null())
+            .stdout(output.try_clone()?)
+            .stderr(output.try_clone()?)
+            .spawn()
+            .with_context(|| format!("stage {KMOD}: cannot run xtask"))?;
+        Ok(Early { child, output })
+    }
+
+    fn finish(mut self) -> Result<ExitStatus> {
+        let status = self.child.wait()?;
+        self.output.rewind()?;
+        io::copy(&mut self.output, &mut io::stderr())?;
+        Ok(status)
+    }
 }
 
 #[cfg(test)]

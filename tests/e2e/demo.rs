@@ -3,28 +3,32 @@
 //! What it promises is to leave the machine as it was, so that is what is looked at, after the end
 //! and after a signal in the middle.
 
-use std::{path::Path, time::Duration};
+use std::time::Duration;
 
-use vmrig::{Device, KernelSpec, Vm, VmBuilder, workspace};
+use anyhow::{Result, ensure};
+use vmrig::{Device, Kernel, Vm, VmBuilder, workspace};
+
+use crate::{Case, On};
+
+pub const CASES: &[Case] = &[("demo::on_the_host", On::Newest, on_the_host)];
 
 const DEMO: &str = "xtask demo --host --size";
 
-fn boot() -> vmrig::Result<Vm> {
-    let kernel = KernelSpec::Suite("trixie-backports".into()).resolve()?;
-    VmBuilder::new(&kernel)
-        .name("xtask-host-demo")
+fn boot(kernel: &Kernel) -> Result<Vm> {
+    let vm = VmBuilder::new(kernel)
+        .name("demo-host")
         .memory(768)
         .device(Device::Qxl { vram_mib: 128 })
         .module("ublk_drv")
         .tools(&["mkswap", "swapon", "swapoff", "wipefs"])
-        .program(Path::new(env!("CARGO_BIN_EXE_xtask")))
+        .program(workspace::program("xtask", "xtask")?)
         .program(workspace::program("ublk-vram", "ublk-vram")?)
-        .program(workspace::program("vramctl", "vramctl")?)
-        .boot()
+        .program(workspace::program("vramctl", "vramctl")?);
+    Ok(vm.boot()?)
 }
 
 /// What a demo changes and must put back.
-fn traces(vm: &Vm) -> vmrig::Result<String> {
+fn traces(vm: &Vm) -> Result<String> {
     let script = "vramctl list -n; cat /proc/swaps; ls -d /sys/fs/cgroup/*/; \
                   cat /sys/fs/cgroup/cgroup.subtree_control; ls /dev | grep ublk; grep -lE '^(xtask|vramctl|ublk-vram)$' /proc/[0-9]*/comm; true";
     Ok(vm.sh(script)?.ok()?.stdout)
@@ -34,10 +38,14 @@ fn limit(seconds: u64) -> Duration {
     Duration::from_secs(seconds)
 }
 
-#[test]
-fn the_machine_is_left_as_it_was() -> vmrig::Result<()> {
-    let vm = boot()?;
+fn on_the_host(kernel: &Kernel) -> Result<()> {
+    let vm = boot(kernel)?;
     let before = traces(&vm)?;
+    let is_as_it_was = || -> Result<()> {
+        let now = traces(&vm)?;
+        ensure!(now == before, "{before}\nbecame\n{now}");
+        Ok(())
+    };
 
     let story = vm
         .sh_timeout(&format!("{DEMO} max --gpu 0"), limit(300))?
@@ -51,9 +59,9 @@ fn the_machine_is_left_as_it_was() -> vmrig::Result<()> {
         "every byte: 0 wrong",
         "removed",
     ] {
-        assert!(story.contains(part), "no '{part}' in\n{story}");
+        ensure!(story.contains(part), "no '{part}' in\n{story}");
     }
-    assert_eq!(traces(&vm)?, before);
+    is_as_it_was()?;
 
     // A signal while the program swaps.
     let demo = vm.spawn_sh(&format!("exec {DEMO} 128M --backend host"))?;
@@ -64,22 +72,23 @@ fn the_machine_is_left_as_it_was() -> vmrig::Result<()> {
     vm.sh_timeout(&wait, limit(120))?.ok()?;
     demo.kill(libc::SIGINT)?;
     let ended = demo.wait(limit(120))?.expect_rc(1)?;
-    assert!(ended.stderr.contains("interrupted"), "{ended}");
-    assert_eq!(traces(&vm)?, before);
+    ensure!(ended.stderr.contains("interrupted"), "{ended}");
+    is_as_it_was()?;
 
     // A device of that name that is somebody else's.
     vm.sh("vramctl add demo --size 96M --backend host --io-memory 1M")?
         .ok()?;
     let refused = vm.sh(&format!("{DEMO} 96M --backend host"))?.expect_rc(1)?;
-    assert!(refused.stderr.contains("exists already"), "{refused}");
+    ensure!(refused.stderr.contains("exists already"), "{refused}");
     vm.sh("vramctl remove demo")?.ok()?;
-    assert_eq!(traces(&vm)?, before);
+    is_as_it_was()?;
 
     // A machine that cannot have a device.
     vm.sh("rmmod ublk_drv")?.ok()?;
     let refused = vm.sh(&format!("{DEMO} 96M --backend host"))?.expect_rc(1)?;
-    assert!(refused.stdout.contains("ublk"), "{refused}");
-    assert!(refused.stderr.contains("cannot have a device"), "{refused}");
-    assert_eq!(vm.kernel_complaints(), Vec::<String>::new());
-    vm.shutdown()
+    ensure!(refused.stdout.contains("ublk"), "{refused}");
+    ensure!(refused.stderr.contains("cannot have a device"), "{refused}");
+    let complaints = vm.kernel_complaints();
+    ensure!(complaints.is_empty(), "{complaints:?}");
+    Ok(vm.shutdown()?)
 }
