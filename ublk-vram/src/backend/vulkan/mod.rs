@@ -234,8 +234,9 @@ impl VulkanMemory {
         })
     }
 
-    /// Allocates the chunks, maps those that can be, and measures the copy paths; of imported memory are
-    /// mapped those that its maker has mapped, as far as the driver maps them twice. All is freed when the backend, all mappings and all descriptors are gone.
+    /// Allocates the chunks, maps those that can be, and measures the copy paths; of imported memory those
+    /// are mapped that its maker has mapped, as far as the driver maps them twice. All is freed when the
+    /// backend, all mappings and all descriptors are gone.
     ///
     /// # Errors
     /// [`ErrorKind::NoSpace`] if the driver gives less, [`ErrorKind::Unsupported`] if what it gives is
