@@ -40,6 +40,8 @@ fn keeper(guest: &Guest, mib: u64) -> Result<(Process, Process)> {
     anyhow::bail!("the memory was never filled")
 }
 
+/// What is swapped does not fit into memory: `remove` refuses; after SIGTERM the helper fails or is killed, the
+/// server lives, and every page is right. Once it fits, the next SIGTERM ends it.
 fn does_not_fit(kernel: &Kernel) -> Result<()> {
     let guest = Guest::boot(kernel, "does-not-fit", 256, |vm| vm.memory(256))?;
     let options = "--size max --io-memory 4M --queues 1";
@@ -56,12 +58,23 @@ fn does_not_fit(kernel: &Kernel) -> Result<()> {
         show["state"] == "live" && !show["swap"].is_null(),
         "{refusal}: the device stays: {show}"
     );
+    let pid = &show["pid"];
+    guest.must(&format!("kill -TERM {pid}"))?;
+    guest.must_within(
+        "while ! vramctl show swap0 --json | grep -q 'swapoff'; do sleep 1; done; \
+         vramctl list --json | grep -q '\"live\"'",
+        240,
+    )?;
+    guest.server_is_protected("swap0")?;
     guest.must("echo > /tmp/go")?;
     let kept = keeper.wait(Duration::from_secs(200))?.ok()?.stdout;
     let report: serde_json::Value = serde_json::from_str(kept.lines().last().unwrap_or_default())?;
     ensure!(report["bad"] == 0, "{kept}");
     opener.kill(libc::SIGKILL)?;
-    guest.must_within("vramctl remove swap0 --swapoff", 120)?;
+    guest.must_within(
+        &format!("kill -TERM {pid}; while kill -0 {pid} 2>/dev/null; do sleep 0.2; done"),
+        120,
+    )?;
     guest.nothing_left()?;
     guest.end()
 }

@@ -9,7 +9,7 @@ use crate::guest::Guest;
 use crate::{Case, On};
 
 pub const CASES: &[Case] = &[
-    ("lifecycle::fifty_times", On::Newest, fifty_times),
+    ("lifecycle::again_and_again", On::Newest, again_and_again),
     ("lifecycle::two_at_once", On::Newest, two_at_once),
     ("lifecycle::one_name_one_bar", On::Newest, one_name_one_bar),
     ("lifecycle::the_session_ends", On::Newest, the_session_ends),
@@ -19,12 +19,12 @@ pub const CASES: &[Case] = &[
 
 const OPTIONS: &str = "--size max --io-memory 4M --allow-unsafe";
 
-fn fifty_times(kernel: &Kernel) -> Result<()> {
-    let guest = Guest::boot(kernel, "fifty", 16, |vm| vm)?;
+fn again_and_again(kernel: &Kernel) -> Result<()> {
+    let guest = Guest::boot(kernel, "again", 16, |vm| vm)?;
     let gpu = guest.gpu(0);
     guest.must_within(
         &format!(
-            "i=0; while [ $i -lt 50 ]; do \
+            "i=0; while [ $i -lt 25 ]; do \
              vramctl add d {gpu} {OPTIONS} >/dev/null && vramctl remove d || exit 1; i=$((i+1)); done"
         ),
         300,

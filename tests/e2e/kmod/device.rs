@@ -217,7 +217,7 @@ pub fn cuda(kernel: &Kernel) -> Result<()> {
 }
 
 pub fn swap_storm(kernel: &Kernel) -> Result<()> {
-    let machine = Machine::boot(kernel, "kmod-storm", 512, |vm| vm.memory(384))?;
+    let machine = Machine::boot(kernel, "kmod-storm", 256, |vm| vm.memory(256))?;
     let path = machine.add(
         "swap0",
         &format!("{} --size max --io-memory 8M", machine.gpu(0)),
@@ -227,7 +227,7 @@ pub fn swap_storm(kernel: &Kernel) -> Result<()> {
     machine.server_is_protected("swap0")?;
     machine.must("echo 0 > /proc/sys/vm/compact_unevictable_allowed")?;
     let faults = machine.queue_faults("swap0")?;
-    let filled = machine.must_within("vramtest hog --mib 400", 400)?;
+    let filled = machine.must_within("vramtest hog --mib 260", 400)?;
     let report: Value = serde_json::from_str(&filled).context("hog's report")?;
     ensure!(report["bad"] == 0, "{filled}");
     ensure!(machine.vmstat("pswpout")? > 10_000, "no storm");

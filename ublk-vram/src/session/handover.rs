@@ -5,7 +5,8 @@
 //!   maker     makes the memory, fills it, hands it over        killed (SIGKILL) once the heir is ready
 //!   keeper    holds descriptors and a description, no GPU library
 //!   heir      opens the memory, too; after the maker's end reads every byte that was filled, maps what
-//!             could not be mapped before, writes other bytes, and reads those
+//!             could not be mapped before, writes other bytes, reads those, and
+//!             passes the conformance suite
 //! ```
 //!
 //! It is the way a server goes when its worker dies and the standby takes over, with the same messages'
@@ -18,6 +19,7 @@ use serde::{Deserialize, Serialize};
 
 use super::process::{Process, Stderr, inherited_channel, installed_program};
 use super::take_fds;
+use crate::backend::conformance::check_backend;
 use crate::backend::{Backend, MemoryDescription, MemoryHandles};
 use crate::device::DeviceSpec;
 use crate::engine::bench::Bench;
@@ -108,7 +110,7 @@ pub fn keeper(spec: DeviceSpec) -> Result<String> {
         "{} in {chunks} chunks, {mapped} of them mapped for the CPU: filled in {seconds:.1} s; another process \
          had all of them after {opened:.1} s, {} mapped; the first was killed, and {} pages were read by the \
          other in {:.1} s, {} wrong; with {} mapped, {:.1} s later, they were written anew and read, \
-         {} wrong\n",
+         {} wrong; the conformance suite passed\n",
         human(size),
         ready.mapped,
         found.pages,
@@ -227,6 +229,7 @@ fn look(layout: Layout, (memory, backend): &Kept) -> Result<Found> {
     let mapping_seconds = before.elapsed().as_secs_f64();
     let written = bench.fill(0, len, THREADS)?;
     let again = bench.verify(0, len, THREADS)?;
+    check_backend(&**backend, &layout).into_result()?;
     Ok(Found {
         pages: first.bytes / 4096,
         wrong: first.wrong + first.errors,
