@@ -146,11 +146,7 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
             break;
         }
     }
-    if let Some(early) = early {
-        // Nothing is killed that has something mounted.
-        eprintln!("xtask: waiting for the end of stage {KMOD}");
-        early.finish()?;
-    }
+    drop(early);
     eprintln!();
     for (name, took) in &done {
         let word = if failed == Some(*name) {
@@ -219,6 +215,17 @@ fn succeeded(stage: &Stage, status: ExitStatus) -> Result<bool> {
 struct Early {
     child: Child,
     output: File,
+}
+
+/// Nothing is killed that has something mounted.
+impl Drop for Early {
+    fn drop(&mut self) {
+        if let Ok(None) = self.child.try_wait() {
+            eprintln!("xtask: waiting for the end of stage {KMOD}");
+        }
+        // Whoever drops it does not ask how it ended.
+        let _ = self.child.wait();
+    }
 }
 
 impl Early {

@@ -40,10 +40,16 @@ pub fn table(spec: &BackendSpec, layout: &Layout) -> Result<String> {
         "STEP", "RESIDENT", "ANON", "FILE", "LOCKED", "PTE", "OUTSIDE"
     );
     safety::limit_thread_stacks();
-    let begin = available()?;
+    let begin = safety::available_memory(&Root::default())?;
     let mut step = |name: &str| -> Result<()> {
         let status = safety::read_status(&Root::default())?;
-        row(&mut table, name, &status, begin, available()?);
+        row(
+            &mut table,
+            name,
+            &status,
+            begin,
+            safety::available_memory(&Root::default())?,
+        );
         Ok(())
     };
     step("start")?;
@@ -154,16 +160,4 @@ fn row(table: &mut String, name: &str, status: &ProcessStatus, begin: u64, now: 
         mib(status.page_tables),
         outside / f64::from(1 << 20)
     );
-}
-
-/// MemAvailable in bytes.
-fn available() -> Result<u64> {
-    let text = fs::read_to_string("/proc/meminfo")
-        .map_err(|error| Error::os("cannot read /proc/meminfo", error))?;
-    let kib = text.lines().find_map(|line| {
-        line.strip_prefix("MemAvailable:")?
-            .split_whitespace()
-            .next()
-    });
-    Ok(kib.and_then(|kib| kib.parse::<u64>().ok()).unwrap_or(0) << 10)
 }

@@ -4,7 +4,6 @@
 //! holds the descriptor, just as an exported GPU allocation does. memfd pages are swappable: whoever
 //! maps them locks them.
 
-use std::fs;
 use std::os::fd::{AsFd, OwnedFd};
 
 use nix::sys::memfd::{MFdFlags, memfd_create};
@@ -25,20 +24,11 @@ pub struct HostMemory {
 }
 
 /// Bytes of system memory a device may take now.
+///
+/// # Errors
+/// As [`crate::safety::available_memory`].
 pub fn available() -> Result<u64> {
-    let text = fs::read_to_string("/proc/meminfo")
-        .map_err(|error| Error::os("cannot read /proc/meminfo", error))?;
-    let kib = text
-        .lines()
-        .find_map(|line| {
-            line.strip_prefix("MemAvailable:")?
-                .split_whitespace()
-                .next()?
-                .parse()
-                .ok()
-        })
-        .unwrap_or(0u64);
-    Ok(kib.saturating_mul(1024) / 100 * USABLE_PERCENT)
+    Ok(crate::safety::available_memory(&crate::safety::Root::default())? / 100 * USABLE_PERCENT)
 }
 
 impl HostMemory {

@@ -19,6 +19,7 @@
 use std::fs::File;
 use std::os::fd::{OwnedFd, RawFd};
 use std::ptr::NonNull;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 
 use serde::{Deserialize, Serialize};
@@ -449,11 +450,20 @@ impl MemoryHandles {
         matches!(spec, BackendSpec::Vulkan(_))
     }
 
-    /// Maps chunks that are not mapped and were, in the process that made this memory: a driver may have had
-    /// no room for it while that one lived. The numbers of those that are now to have this mapping.
-    pub fn map_rest(&self, chunks: &[ChunkMemory]) -> Vec<(usize, Mapping)> {
+    /// Bytes of `chunks` that are not mapped and were, in the process that made this memory: a driver may
+    /// have had no room for it while that one lived.
+    pub fn unmapped_rest(&self, chunks: &[ChunkMemory]) -> u64 {
         match self {
-            MemoryHandles::Vulkan(memory) => memory.map_rest(chunks),
+            MemoryHandles::Vulkan(memory) => memory.unmapped_rest(chunks),
+            MemoryHandles::Host(_) | MemoryHandles::Pci(_) | MemoryHandles::Cuda(_) => 0,
+        }
+    }
+
+    /// Maps those, as far as there is room and until `stop`. The numbers of the chunks that are now to have
+    /// these mappings ([`ChunkMemory::set_mapping`]).
+    pub fn map_rest(&self, chunks: &[ChunkMemory], stop: &AtomicBool) -> Vec<(usize, Mapping)> {
+        match self {
+            MemoryHandles::Vulkan(memory) => memory.map_rest(chunks, stop),
             MemoryHandles::Host(_) | MemoryHandles::Pci(_) | MemoryHandles::Cuda(_) => Vec::new(),
         }
     }

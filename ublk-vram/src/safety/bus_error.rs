@@ -65,7 +65,7 @@ thread_local! {
 }
 
 /// Watches these ranges of device memory (first byte, bytes) from now on, for the life of the process.
-/// To be called before the device is live: it allocates.
+/// It allocates: not for a queue thread.
 pub fn watch(ranges: impl IntoIterator<Item = (usize, usize)>) {
     static HANDLER: Once = Once::new();
     static CHANGE: Mutex<()> = Mutex::new(());

@@ -360,8 +360,24 @@ pub fn thread_faults(tid: i32) -> Result<(u64, u64)> {
     Ok((stat.minor_faults, stat.major_faults))
 }
 
+/// Bytes of system memory that could be had without swapping: MemAvailable of proc_meminfo(5).
+///
+/// # Errors
+/// /proc/meminfo cannot be read, or has no such line.
+pub fn available_memory(root: &Root) -> Result<u64> {
+    mem_available(&root.read_text("/proc/meminfo")?)
+}
+
+fn mem_available(text: &str) -> Result<u64> {
+    text.lines()
+        .find_map(|line| line.strip_prefix("MemAvailable:"))
+        .and_then(|rest| rest.trim().strip_suffix("kB")?.trim().parse::<u64>().ok())
+        .and_then(|kib| kib.checked_mul(1024))
+        .ok_or_else(|| Error::new(ErrorKind::Io, "/proc/meminfo has no MemAvailable"))
+}
+
 /// Makes malloc keep what it has: freed memory stays in the process, large blocks come from the same
-/// heap as small ones, and all threads share one heap, so that nothing is mapped or unmapped after
+/// heap as small ones, and all threads share one heap, so that it maps and unmaps nothing after
 /// the device is live. To be called first thing, before a second thread exists.
 ///
 /// Gives back whether the C library took every setting (glibc does; others have none of them).

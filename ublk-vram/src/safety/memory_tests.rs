@@ -32,6 +32,15 @@ fn a_missing_line_is_not_taken_for_zero() {
 }
 
 #[test]
+fn available_memory_is_kib() {
+    let text = "MemTotal:  100 kB\nMemFree: 5 kB\nMemAvailable:     64 kB\n";
+    assert_eq!(mem_available(text).unwrap(), 65536);
+    assert!(mem_available("MemTotal: 1 kB\n").is_err());
+    assert!(mem_available("MemAvailable: x kB\n").is_err());
+    assert!(available_memory(&Root::default()).unwrap() > 0);
+}
+
+#[test]
 fn this_process_has_memory() {
     let info = memory_info(&[nix::unistd::getpid().as_raw()], 4096).unwrap();
     assert_eq!(info.arena, 4096);

@@ -57,8 +57,9 @@ pub use holders::{Holder, Survey, holders};
 pub use io_flusher::{clear_io_flusher, is_io_flusher, set_io_flusher, tasks_without_io_flusher};
 pub use kernels::kernel_warning;
 pub use memory::{
-    ProcessStatus, can_lock_memory, limit_thread_stacks, lock_memory, memory_info, parse_status,
-    pin_programs, prefault_stack, read_status, reserve_heap, settle_allocator, thread_faults,
+    ProcessStatus, available_memory, can_lock_memory, limit_thread_stacks, lock_memory,
+    memory_info, parse_status, pin_programs, prefault_stack, read_status, reserve_heap,
+    settle_allocator, thread_faults,
 };
 pub use mounts::{Mount, parse_mountinfo, read_mounts};
 pub use namespace::{PROGRAM_DIRECTORIES, enter_private_mount_namespace, mounts_to_detach};

@@ -2,17 +2,18 @@
 //! whose kernel has no ublk.
 //!
 //! ```text
-//!   maker     makes the memory, fills it, hands it over        killed (SIGKILL) once the heir is ready
 //!   keeper    holds descriptors and a description, no GPU library
-//!   heir      opens the memory, too; after the maker's end reads every byte that was filled, maps what
-//!             could not be mapped before, writes other bytes, reads those, and
-//!             passes the conformance suite
+//!   maker     makes the memory and fills it; killed (SIGKILL) once the heir is ready
+//!   heir      opens the memory beside the maker; after its end reads every byte, maps what could not be
+//!             mapped before, passes the conformance suite, and fills the memory anew
+//!   another   opens the memory when nothing but the descriptors is left of the heir, and reads every byte
 //! ```
 //!
-//! It is the way a server goes when its worker dies and the standby takes over, with the same messages'
-//! parts.
+//! It is the way a server goes when its worker dies and the standby takes over, and when there was none,
+//! with the same messages' parts.
 
 use std::os::fd::AsFd;
+use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
@@ -37,11 +38,15 @@ const GONE: Duration = Duration::from_secs(30);
 #[derive(Serialize, Deserialize)]
 enum Task {
     Make(Box<DeviceSpec>),
-    Look(Box<Offer>),
+    Open {
+        offer: Box<Offer>,
+        /// So often it was filled.
+        times: u32,
+    },
 }
 
 /// Memory as another process can have it, with its descriptors.
-#[derive(Serialize, Deserialize)]
+#[derive(Clone, Serialize, Deserialize)]
 struct Offer {
     device_bytes: u64,
     chunk_bytes: u64,
@@ -63,19 +68,21 @@ struct Ready {
     mapped: usize,
 }
 
-/// What the heir found.
+/// What the heir read.
 #[derive(Serialize, Deserialize)]
 struct Found {
     pages: u64,
-    /// Of what the maker wrote.
     wrong: u64,
     seconds: f64,
-    /// Chunks that the CPU maps now.
+}
+
+/// What the heir wrote then.
+#[derive(Serialize, Deserialize)]
+struct Written {
+    /// Chunks that the CPU maps by now.
     mapped: usize,
-    /// To map them.
     mapping_seconds: f64,
-    /// Of what the heir wrote then.
-    wrong_again: u64,
+    wrong: u64,
 }
 
 /// Tries it with the memory that `spec` names, and tells in words. What the memory held is lost.
@@ -83,50 +90,86 @@ struct Found {
 /// # Errors
 /// A process fails, or the memory does not hold what was in it.
 pub fn keeper(spec: DeviceSpec) -> Result<String> {
-    let mut maker = start(&Task::Make(Box::new(spec)), Vec::new())?;
+    let mut maker = start(&Task::Make(Box::new(spec)), &[])?;
     let (made, fds) = answer::<Made>(&mut maker)?;
-    let Made {
-        offer,
-        mapped,
-        seconds,
-    } = made;
-    let (size, chunks) = (offer.device_bytes, offer.description.fds());
+    let (size, chunks) = (made.offer.device_bytes, made.offer.description.fds());
+    // What keeps the memory, whoever dies.
     let fds = take_fds(&mut fds.into_iter(), chunks)?;
+    let open = |times| Task::Open {
+        offer: Box::new(made.offer.clone()),
+        times,
+    };
+    let mut text = format!(
+        "{} in {chunks} chunks, {} of them mapped for the CPU, filled in {:.1} s\n",
+        human(size),
+        made.mapped,
+        made.seconds
+    );
+
     let before = Instant::now();
-    let mut heir = start(&Task::Look(Box::new(offer)), fds)?;
+    let mut heir = start(&open(1), &fds)?;
     let (ready, _) = answer::<Ready>(&mut heir)?;
     let opened = before.elapsed().as_secs_f64();
     maker.kill();
-    if !maker.has_ended(GONE) {
-        return Err(Error::new(ErrorKind::Io, "the maker does not end"));
-    }
-    heir.channel.send(&(), &[])?;
-    let (found, _) = answer::<Found>(&mut heir)?;
-    // Whoever wants the memory next is to find it free.
-    if !heir.has_ended(GONE) {
-        return Err(Error::new(ErrorKind::Io, "the heir does not end"));
-    }
-    let text = format!(
-        "{} in {chunks} chunks, {mapped} of them mapped for the CPU: filled in {seconds:.1} s; another process \
-         had all of them after {opened:.1} s, {} mapped; the first was killed, and {} pages were read by the \
-         other in {:.1} s, {} wrong; with {} mapped, {:.1} s later, they were written anew and read, \
-         {} wrong; the conformance suite passed\n",
-        human(size),
+    await_end(&maker)?;
+    let found: Found = ask(&mut heir)?;
+    text.push_str(&format!(
+        "a second process had all of them after {opened:.1} s, {} mapped; the first was killed: {}\n",
         ready.mapped,
-        found.pages,
-        found.seconds,
-        found.wrong,
-        found.mapped,
-        found.mapping_seconds,
-        found.wrong_again
-    );
-    if found.wrong + found.wrong_again > 0 {
+        found.told()
+    ));
+    let written: Written = ask(&mut heir)?;
+    await_end(&heir)?;
+    text.push_str(&format!(
+        "{} mapped {:.1} s later; the conformance suite passed; filled anew, {} wrong\n",
+        written.mapped, written.mapping_seconds, written.wrong
+    ));
+
+    let before = Instant::now();
+    let mut another = start(&open(2), &fds)?;
+    let (ready, _) = answer::<Ready>(&mut another)?;
+    let opened = before.elapsed().as_secs_f64();
+    let last: Found = ask(&mut another)?;
+    another.hang_up();
+    await_end(&another)?;
+    text.push_str(&format!(
+        "a third process, when the second was gone, had them after {opened:.1} s, {} mapped: {}\n",
+        ready.mapped,
+        last.told()
+    ));
+    if found.wrong + written.wrong + last.wrong > 0 {
         return Err(Error::new(ErrorKind::Io, text.trim_end().to_owned()));
     }
     Ok(text)
 }
 
-fn start(task: &Task, fds: Vec<std::os::fd::OwnedFd>) -> Result<Process> {
+impl Found {
+    fn told(&self) -> String {
+        let Found {
+            pages,
+            wrong,
+            seconds,
+        } = self;
+        format!("{pages} pages read in {seconds:.1} s, {wrong} wrong")
+    }
+}
+
+/// The next of what a process has to tell.
+fn ask<T: serde::de::DeserializeOwned>(process: &mut Process) -> Result<T> {
+    process.channel.send(&(), &[])?;
+    Ok(answer(process)?.0)
+}
+
+/// Whoever wants the memory next is to find it free.
+fn await_end(process: &Process) -> Result<()> {
+    if process.has_ended(GONE) {
+        return Ok(());
+    }
+    let error = format!("process {} does not end", process.pid);
+    Err(Error::new(ErrorKind::Io, error))
+}
+
+fn start(task: &Task, fds: &[std::os::fd::OwnedFd]) -> Result<Process> {
     let process = Process::start(&installed_program(), &[SUBCOMMAND], Stderr::Inherit)?;
     let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
     process.channel.send(task, &fds)?;
@@ -164,12 +207,16 @@ pub fn part() -> Result<()> {
             }
             Err(error) => channel.send(&Err::<Made, _>(error), &[]),
         },
-        Task::Look(offer) => match open(*offer, fds) {
-            Ok((layout, kept)) => {
-                let mapped = mapped(&*kept.1);
+        Task::Open { offer, times } => match open(*offer, fds) {
+            Ok((layout, (memory, backend))) => {
+                let mapped = mapped(&*backend);
                 channel.send(&Ok::<_, Error>(Ready { mapped }), &[])?;
+                let bench = Bench::filled(&*backend, layout, times);
                 if channel.receive::<()>()?.is_some() {
-                    channel.send(&look(layout, &kept), &[])?;
+                    channel.send(&look(&bench, &layout), &[])?;
+                }
+                if channel.receive::<()>()?.is_some() {
+                    channel.send(&write(&bench, &layout, &memory, &*backend), &[])?;
                 }
                 Ok(())
             }
@@ -216,26 +263,34 @@ fn open(offer: Offer, fds: Vec<std::os::fd::OwnedFd>) -> Result<(Layout, Kept)> 
     Ok((layout, (memory, backend)))
 }
 
-fn look(layout: Layout, (memory, backend): &Kept) -> Result<Found> {
-    let (bench, len) = (Bench::filled(&**backend, layout), filled(&layout));
-    let first = bench.verify(0, len, THREADS)?;
+fn look(bench: &Bench<'_>, layout: &Layout) -> Result<Found> {
+    let outcome = bench.verify(0, filled(layout), THREADS)?;
+    Ok(Found {
+        pages: outcome.bytes / 4096,
+        wrong: outcome.wrong + outcome.errors,
+        seconds: outcome.seconds,
+    })
+}
+
+fn write(
+    bench: &Bench<'_>,
+    layout: &Layout,
+    memory: &MemoryHandles,
+    backend: &dyn Backend,
+) -> Result<Written> {
     let before = Instant::now();
     let chunks = backend.chunks();
-    for (index, mapping) in memory.map_rest(chunks) {
+    for (index, mapping) in memory.map_rest(chunks, &AtomicBool::new(false)) {
         if let Some(chunk) = chunks.get(index) {
             chunk.set_mapping(mapping);
         }
     }
     let mapping_seconds = before.elapsed().as_secs_f64();
-    let written = bench.fill(0, len, THREADS)?;
-    let again = bench.verify(0, len, THREADS)?;
-    check_backend(&**backend, &layout).into_result()?;
-    Ok(Found {
-        pages: first.bytes / 4096,
-        wrong: first.wrong + first.errors,
-        seconds: first.seconds,
-        mapped: mapped(&**backend),
+    check_backend(backend, layout).into_result()?;
+    let outcome = bench.fill(0, filled(layout), THREADS)?;
+    Ok(Written {
+        mapped: mapped(backend),
         mapping_seconds,
-        wrong_again: written.errors + again.wrong + again.errors,
+        wrong: outcome.wrong + outcome.errors,
     })
 }

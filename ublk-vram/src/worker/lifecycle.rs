@@ -65,8 +65,8 @@ pub(super) struct Live {
     pub(super) health: Arc<Health>,
     /// Dropped before the memory is wiped: it looks at the headers.
     pub(super) watch: WatchHandle,
-    /// Ends the thread that makes checksums again, if there is one.
-    pub(super) stop_rebuild: Arc<AtomicBool>,
+    /// Ends the threads that make checksums again and map more, if there are any.
+    pub(super) stop_beside: Arc<AtomicBool>,
     pub(super) events: Receiver<Event>,
 }
 
@@ -299,7 +299,7 @@ impl Live {
         self.target
             .delete()
             .unwrap_or_else(|error| tracing::error!("{error}"));
-        self.stop_rebuild.store(true, Ordering::SeqCst);
+        self.stop_beside.store(true, Ordering::SeqCst);
         drop(self.watch);
         if let Some(loss) = self.health.loss() {
             // Nothing can be wiped, and copies that never came back may come yet: what they would write

@@ -13,12 +13,18 @@ use crate::backend::access::Access;
 use crate::backend::{Backend, Mapping};
 use crate::error::{Error, ErrorKind, Result};
 use crate::health::{Health, Watch, WatchHandle};
-use crate::safety::bus_error;
+use crate::safety::{Root, available_memory, bus_error};
 use crate::session::Session;
 use crate::store::checksum::{rebuild, sample};
 
 /// Blocks that a takeover checks before it believes the memory.
 const SAMPLE_BLOCKS: u64 = 64;
+/// So much system memory is to be available before more is mapped, beside its page tables.
+const LEAST_AVAILABLE: u64 = 256 << 20;
+/// A mapped page of 4 KiB takes 8 bytes of a page table.
+const PAGE_TABLE_SHARE: u64 = 512;
+/// How often it is looked for.
+const AVAILABLE_AGAIN: Duration = Duration::from_secs(5);
 /// A worker that took over a GPU that its driver had lost, and loses it again so soon, ends the device.
 const SECOND_LOSS: Duration = Duration::from_secs(60);
 
@@ -33,18 +39,34 @@ fn range(mapping: &Mapping) -> Option<(usize, usize)> {
     Some((first as usize, mapping.len()))
 }
 
-/// Maps, beside the I/O, what the driver had no room for while the last worker had it mapped.
+/// Maps, beside the I/O, what the driver had no room for while the last worker had it mapped. It waits until
+/// there is memory for that: a machine that is short of it needs its swap, and this thread has locks of the
+/// heap and of the driver that queue threads take, too.
 pub(super) fn start_mapping(
     session: &'static Session,
     backend: &dyn Backend,
+    stop: &Arc<AtomicBool>,
     events: Sender<Event>,
 ) -> Result<()> {
     let chunks = backend.chunks().to_vec();
-    if chunks.iter().all(|chunk| chunk.mapping().is_some()) {
+    let rest = session.memory.unmapped_rest(&chunks);
+    if rest == 0 {
         return Ok(());
     }
+    let stop = Arc::clone(stop);
     spawn("map-rest", move || {
-        let rest = session.memory.map_rest(&chunks);
+        let needed = LEAST_AVAILABLE + rest / PAGE_TABLE_SHARE;
+        loop {
+            match available_memory(&Root::default()) {
+                Ok(available) if available >= needed => break,
+                Ok(_) => std::thread::sleep(AVAILABLE_AGAIN),
+                Err(error) => return tracing::warn!("no more is mapped for the CPU: {error}"),
+            }
+            if stop.load(Ordering::SeqCst) {
+                return;
+            }
+        }
+        let rest = session.memory.map_rest(&chunks, &stop);
         if rest.is_empty() {
             return;
         }

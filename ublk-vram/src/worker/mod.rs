@@ -8,8 +8,8 @@
 //! ```
 //!
 //! Threads: this one (lifecycle, and the only one that sends ublk control commands), one for each
-//! queue, one for the supervisor's orders, one that waits for signals. They talk to this one through a
-//! channel; queue threads talk to nobody.
+//! queue, one for the supervisor's orders, one that waits for signals; after a takeover perhaps one that makes
+//! checksums again and one that maps more. They talk to this one through a channel; queue threads talk to nobody.
 //!
 //! A queue thread that ends in any way but the disk's end ends the process, a panic included: its
 //! requests would wait for ever otherwise, and the next worker gets them from the kernel.

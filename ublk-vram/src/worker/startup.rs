@@ -167,7 +167,7 @@ fn show_disk(
         helper,
         health,
         watch,
-        stop_rebuild: Arc::default(),
+        stop_beside: Arc::default(),
         events,
     })
 }
@@ -271,12 +271,14 @@ fn take_over(
     shared.status.go_live(&fixed);
     link.report(&Report::Live(Box::new(fixed.clone())));
     let health = Arc::clone(&watch.health);
-    let stop_rebuild = Arc::default();
+    let stop_beside = Arc::default();
     if is_new_table {
-        start_rebuild(session, shared, access, &stop_rebuild)?;
+        start_rebuild(session, shared, access, &stop_beside)?;
     }
-    start_mapping(session, &*backend, sender.clone())?;
-    let watch = start_watch(watch, shared, sender)?;
+    let watch = start_watch(watch, shared, sender.clone())?;
+    // The device is served without, more slowly.
+    start_mapping(session, &*backend, &stop_beside, sender)
+        .unwrap_or_else(|error| tracing::warn!("no more is mapped for the CPU: {error}"));
     Ok(Live {
         session,
         backend,
@@ -289,7 +291,7 @@ fn take_over(
         helper,
         health,
         watch,
-        stop_rebuild,
+        stop_beside,
         events,
     })
 }

@@ -12,8 +12,7 @@ use nix::errno::Errno;
 use nix::sys::signal::Signal;
 use nix::sys::wait::WaitStatus;
 use nix::unistd::Pid;
-use ublk_vram::safety::Root;
-use ublk_vram::safety::{SwapEntry, read_swaps};
+use ublk_vram::safety::{Root, SwapEntry, available_memory, read_swaps};
 use ublk_vram::size::human;
 use ublk_vram::{Error, ErrorKind, Result};
 
@@ -50,7 +49,7 @@ pub fn swap_off(swap: &SwapEntry, swaps: &[SwapEntry]) -> Result<()> {
             ),
         ));
     }
-    let available = mem_available(&Root::default().read_text("/proc/meminfo")?)?;
+    let available = available_memory(&Root::default())?;
     let missing = missing_bytes(swap, swaps, available);
     if missing > 0 {
         return Err(too_little(swap, missing));
@@ -170,13 +169,8 @@ fn refused(swap: &SwapEntry, errno: Errno) -> Error {
             format!("cannot swap off {disk}: that needs root"),
         ),
         Errno::ENOMEM => {
-            let (swaps, meminfo) = (
-                read_swaps(&Root::default()),
-                Root::default().read_text("/proc/meminfo"),
-            );
-            let now = swaps
-                .ok()
-                .zip(meminfo.ok().and_then(|text| mem_available(&text).ok()));
+            let root = Root::default();
+            let now = read_swaps(&root).ok().zip(available_memory(&root).ok());
             let missing = now.and_then(|(swaps, available)| {
                 let swap = swaps.iter().find(|entry| entry.path == swap.path)?;
                 Some(missing_bytes(swap, &swaps, available))
@@ -218,15 +212,6 @@ fn missing_bytes(swap: &SwapEntry, swaps: &[SwapEntry], available: u64) -> u64 {
         .map(|other| other.size.saturating_sub(other.used))
         .fold(0u64, u64::saturating_add);
     swap.used.saturating_sub(available.saturating_add(others))
-}
-
-/// MemAvailable of /proc/meminfo, in bytes.
-fn mem_available(text: &str) -> Result<u64> {
-    text.lines()
-        .find_map(|line| line.strip_prefix("MemAvailable:"))
-        .and_then(|rest| rest.trim().strip_suffix("kB")?.trim().parse::<u64>().ok())
-        .and_then(|kib| kib.checked_mul(1024))
-        .ok_or_else(|| Error::new(ErrorKind::Io, "/proc/meminfo has no MemAvailable"))
 }
 
 /// Shows how much is left: on one line of a terminal, else as a message now and then.
@@ -380,13 +365,5 @@ mod tests {
             panic!("{status:?}");
         };
         assert!([libc::EINVAL, libc::EPERM].contains(&errno), "{errno}");
-    }
-
-    #[test]
-    fn meminfo() {
-        let text = "MemTotal:  100 kB\nMemFree: 5 kB\nMemAvailable:     64 kB\n";
-        assert_eq!(mem_available(text).unwrap(), 65536);
-        assert!(mem_available("MemTotal: 1 kB\n").is_err());
-        assert!(mem_available("MemAvailable: x kB\n").is_err());
     }
 }

@@ -35,6 +35,7 @@ mod tests;
 mod types;
 
 use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
@@ -285,28 +286,45 @@ impl VulkanMemory {
         Ok(backend)
     }
 
-    /// Maps chunks that their maker had mapped and [`VulkanMemory::open`] could not, in order and as far as
-    /// the driver goes: there may be room now that the maker is gone.
-    pub fn map_rest(&self, chunks: &[ChunkMemory]) -> Vec<(usize, Mapping)> {
-        let rest: Vec<_> = {
-            let exported = self.exported.lock().unwrap_or_else(PoisonError::into_inner);
-            let Some((made, fds)) = exported.as_ref() else {
-                return Vec::new();
-            };
-            let mapped = chunks.iter().zip(fds).take(made.mapped as usize);
-            mapped
-                .enumerate()
-                .filter(|(_, (chunk, _))| chunk.mapping().is_none())
-                .map_while(|(index, (chunk, fd))| Some((index, chunk.size, fd.try_clone().ok()?)))
-                .collect()
-        };
+    /// Bytes of the chunks that their maker had mapped and [`VulkanMemory::open`] could not.
+    pub fn unmapped_rest(&self, chunks: &[ChunkMemory]) -> u64 {
+        let rest = self.rest(chunks, |_| Some(()));
+        rest.iter().map(|(_, size, ())| size).sum()
+    }
+
+    /// Maps those, in order and as far as the driver goes, or until `stop`: there may be room now that the
+    /// maker is gone.
+    pub fn map_rest(&self, chunks: &[ChunkMemory], stop: &AtomicBool) -> Vec<(usize, Mapping)> {
+        // Each is one more allocation.
+        let most = (self.device.gpu.max_allocations as usize).saturating_sub(chunks.len());
+        let rest = self.rest(chunks, |fd| fd.try_clone().ok());
         rest.into_iter()
+            .take(most)
+            .take_while(|_| !stop.load(Ordering::Relaxed))
             .map_while(|(index, size, fd)| {
                 let mapping = memory::map_again(&self.device, size, fd);
                 let mapping =
                     mapping.inspect_err(|error| tracing::info!("chunk {index} stays: {error}"));
                 Some((index, mapping.ok()?))
             })
+            .collect()
+    }
+
+    /// Their numbers, sizes, and what `of` makes of their descriptors, up to the first `None`.
+    fn rest<T>(
+        &self,
+        chunks: &[ChunkMemory],
+        of: impl Fn(&OwnedFd) -> Option<T>,
+    ) -> Vec<(usize, u64, T)> {
+        let exported = self.exported.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some((made, fds)) = exported.as_ref() else {
+            return Vec::new();
+        };
+        let mapped = chunks.iter().zip(fds).take(made.mapped as usize);
+        mapped
+            .enumerate()
+            .filter(|(_, (chunk, _))| chunk.mapping().is_none())
+            .map_while(|(index, (chunk, fd))| Some((index, chunk.size, of(fd)?)))
             .collect()
     }
 

@@ -348,10 +348,16 @@ fn imported_memory_is_mapped_later() {
     let memory = VulkanMemory::import(*description, exported.fds).unwrap();
     let backend = memory.open(&layout).unwrap();
     drop((made, maker));
-    let rest = || memory.map_rest(backend.chunks());
+    let stop = AtomicBool::new(false);
+    let rest = || memory.map_rest(backend.chunks(), &stop);
     assert!(rest().is_empty(), "its maker had mapped nothing");
     let wanted = layout.chunks() - 1;
     memory.exported.lock().unwrap().as_mut().unwrap().0.mapped = wanted;
+    let bytes: u64 = (0..wanted).map(|index| layout.chunk_bytes(index)).sum();
+    assert_eq!(memory.unmapped_rest(backend.chunks()), bytes);
+    stop.store(true, Ordering::Relaxed);
+    assert!(rest().is_empty(), "it was stopped");
+    stop.store(false, Ordering::Relaxed);
     let table = ChunkTable::new(backend.chunks(), 1);
     for (index, mapping) in rest() {
         backend.chunks()[index].set_mapping(mapping);

@@ -114,11 +114,11 @@ impl<'a> Bench<'a> {
         }
     }
 
-    /// A bench on a backend that another process has filled ([`Bench::fill`]).
-    pub fn filled(backend: &'a dyn Backend, layout: Layout) -> Bench<'a> {
+    /// A bench on a backend that other processes have filled so many `times` ([`Bench::fill`]).
+    pub fn filled(backend: &'a dyn Backend, layout: Layout, times: u32) -> Bench<'a> {
         let bench = Bench::new(backend, layout);
         for version in &bench.versions {
-            version.store(1, Ordering::Relaxed);
+            version.store(times, Ordering::Relaxed);
         }
         bench
     }
