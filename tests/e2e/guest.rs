@@ -165,6 +165,23 @@ impl Guest {
         Ok(self.vm.shutdown()?)
     }
 
+    /// Writes `mib` MiB that no two blocks of are alike to the beginning of a disk, and keeps them in
+    /// /tmp/data.
+    pub fn fill(&self, path: &str, mib: u32) -> Result<()> {
+        let script = format!(
+            "dd if=/dev/urandom of=/tmp/data bs=1M count={mib} 2>/dev/null \
+             && dd if=/tmp/data of={path} bs=1M oflag=direct 2>/dev/null"
+        );
+        self.must_within(&script, 60).map(drop)
+    }
+
+    /// Waits until a storm has swapped pages out.
+    pub fn wait_storm(&self) -> Result<()> {
+        let swapped = "$(grep '^pswpout ' /proc/vmstat | cut -d' ' -f2)";
+        let script = format!("until [ {swapped} -gt 2000 ]; do sleep 0.5; done");
+        self.must_within(&script, 120).map(drop)
+    }
+
     /// A number in /proc/vmstat.
     pub fn vmstat(&self, key: &str) -> Result<u64> {
         let text = self.must(&format!("grep '^{key} ' /proc/vmstat"))?;

@@ -37,15 +37,6 @@ fn flip(guest: &Guest, offset: u64) -> Result<()> {
     guest.overwrite_bar(offset, &byte)
 }
 
-/// Writes 8 MiB that no two blocks of are alike, and keeps them in /tmp/data.
-fn fill(guest: &Guest, path: &str) -> Result<()> {
-    guest.must(&format!(
-        "dd if=/dev/urandom of=/tmp/data bs=1M count=8 2>/dev/null && \
-         dd if=/tmp/data of={path} bs=1M oflag=direct 2>/dev/null"
-    ))?;
-    Ok(())
-}
-
 fn total(guest: &Guest, key: &str) -> Result<u64> {
     let show = guest.show("d")?;
     show["queue"]
@@ -68,7 +59,7 @@ fn flipped_bit(kernel: &Kernel) -> Result<()> {
         show["checksum"]["bytes"].as_u64().is_some_and(|n| n > 0),
         "GPU memory has checksums by default: {show}"
     );
-    fill(&guest, &path)?;
+    guest.fill(&path, 8)?;
     flip(&guest, 777 * BLOCK + 1234)?;
     let read = |block: u64| {
         guest.sh_timeout(
@@ -119,7 +110,7 @@ fn without_checksums(kernel: &Kernel) -> Result<()> {
     let guest = Guest::boot(kernel, "no-checksums", 64, |vm| vm.tools(&["dd", "cmp"]))?;
     let path = guest.add("d", &format!("{} {OPTIONS} --checksum=off", guest.gpu(0)))?;
     ensure!(guest.show("d")?["checksum"].is_null(), "off is off");
-    fill(&guest, &path)?;
+    guest.fill(&path, 8)?;
     flip(&guest, 777 * BLOCK)?;
     let out = guest.sh(&format!(
         "dd if={path} bs=1M count=8 iflag=direct 2>/dev/null | cmp - /tmp/data"
@@ -219,7 +210,7 @@ fn across_kills(kernel: &Kernel) -> Result<()> {
 fn unverified(kernel: &Kernel) -> Result<()> {
     let guest = Guest::boot(kernel, "unverified", 256, |vm| vm.tools(&["dd", "cmp"]))?;
     let path = guest.add("d", &format!("{} {OPTIONS}", guest.gpu(0)))?;
-    fill(&guest, &path)?;
+    guest.fill(&path, 8)?;
     ensure!(guest.show("d")?["checksum"]["unverified"] == false);
     guest.kill_all("d")?;
     flip(&guest, 777 * BLOCK + 1234)?;

@@ -101,10 +101,7 @@ fn kills_under_swap_storm(kernel: &Kernel) -> Result<()> {
     )?;
     guest.must("vramctl swap on swap0")?;
     let hog = guest.spawn_sh("HOG_STOP=/tmp/stop exec vramtest hog --mib 330 --rounds 1000")?;
-    guest.must_within(
-        "until [ $(grep '^pswpout ' /proc/vmstat | cut -d' ' -f2) -gt 2000 ]; do sleep 0.5; done",
-        120,
-    )?;
+    guest.wait_storm()?;
     let killed = guest.must_within("vramtest kill-worker swap0 --times 20 --whole --hold", 500)?;
     guest.must("touch /tmp/stop")?;
     let killed = report(&killed)?;

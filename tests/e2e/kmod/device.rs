@@ -272,10 +272,7 @@ pub fn kills(kernel: &Kernel) -> Result<()> {
 
     machine.must("vramctl swap on swap0 --force")?;
     let hog = machine.spawn_sh("HOG_STOP=/tmp/stop exec vramtest hog --mib 330 --rounds 1000")?;
-    machine.must_within(
-        "until [ $(grep '^pswpout ' /proc/vmstat | cut -d' ' -f2) -gt 2000 ]; do sleep 0.5; done",
-        120,
-    )?;
+    machine.wait_storm()?;
     let reissued = kill(10, 14)?;
     machine.must("touch /tmp/stop")?;
     let filled = hog.wait(Duration::from_secs(300))?.ok()?.stdout;

@@ -126,12 +126,7 @@ fn kills(machine: &Machine, path: &str) -> Result<()> {
     machine.wait_whole("d")?;
     machine.must_within("vramctl restart d", 90)?;
     // All processes: whatever waits is served by those that find the region again.
-    let [supervisor, worker, standby] = machine.wait_whole("d")?;
-    machine.must(&format!("kill -9 {supervisor} {worker} {standby}"))?;
-    machine.must_within(
-        "until vramctl list -n -o STATE | grep -qx orphan; do sleep 0.1; done",
-        30,
-    )?;
+    machine.kill_all("d")?;
     machine.must_within("vramctl recover d", 90)?;
     machine.must("touch /tmp/stop")?;
     fio.wait(Duration::from_secs(120))?.ok()?;
@@ -164,10 +159,7 @@ pub fn lost(kernel: &Kernel) -> Result<()> {
     machine.must(&format!("echo 1 > /sys/bus/pci/devices/{address}/remove"))?;
     let out = fio.wait(Duration::from_secs(30))?;
     ensure!(!out.success(), "fio saw no error: {out}");
-    machine.must_within(
-        "until vramctl list -n -o STATE | grep -qx lost; do sleep 0.1; done",
-        30,
-    )?;
+    machine.wait_state("d", "lost", 30)?;
     let out = machine.sh(&format!(
         "dd if={path} of=/dev/null bs=4k count=1 iflag=direct"
     ))?;

@@ -13,12 +13,13 @@ use std::time::{Duration, Instant};
 use nix::sys::time::TimeSpec;
 use nix::sys::timerfd::{ClockId, Expiration, TimerFd, TimerFlags, TimerSetTimeFlags};
 
+use super::layer::Layer;
 use super::registered::Transfer;
 use super::{
     Backend, BackendQueue, ChunkMemory, Completion, Copy, DRIVER_LOST, Direction, Mapping, QueueId,
 };
 use crate::control::{FaultAction, FaultRule};
-use crate::device::{PathCounters, PathsInfo};
+use crate::device::PathCounters;
 use crate::error::{Error, Result};
 
 /// Set in the id of a copy of the layer's own, whose completion nobody waits for. Ids of others are
@@ -101,36 +102,14 @@ impl FaultBackend {
     }
 }
 
-impl Backend for FaultBackend {
-    fn kind(&self) -> &'static str {
-        self.inner.kind()
+impl Layer for FaultBackend {
+    const NAME: &'static str = "fault layer";
+
+    fn inner(&self) -> &dyn Backend {
+        &*self.inner
     }
 
-    fn gpu(&self) -> Option<String> {
-        self.inner.gpu()
-    }
-
-    fn residency(&self) -> Option<&'static str> {
-        self.inner.residency()
-    }
-
-    fn copy_path(&self) -> String {
-        format!("{}, fault layer", self.inner.copy_path())
-    }
-
-    fn chunks(&self) -> &[ChunkMemory] {
-        self.inner.chunks()
-    }
-
-    fn cold_files(&self) -> Vec<&'static str> {
-        self.inner.cold_files()
-    }
-
-    fn paths(&self) -> Option<PathsInfo> {
-        self.inner.paths()
-    }
-
-    fn open_queue(
+    fn open_layered(
         &self,
         queue: QueueId,
         copies: usize,

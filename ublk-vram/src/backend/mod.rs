@@ -39,6 +39,7 @@ pub mod cuda;
 pub mod fault;
 pub mod footprint;
 pub mod host;
+mod layer;
 pub mod mapped;
 pub mod pci;
 pub mod registered;

@@ -18,9 +18,10 @@
 
 use std::collections::VecDeque;
 
+use super::layer::Layer;
 use super::{Backend, BackendQueue, ChunkMemory, Completion, Copy, Direction, GONE};
 use super::{Mapping, QueueId};
-use crate::device::{PathCounters, PathsInfo};
+use crate::device::PathCounters;
 use crate::error::Result;
 use crate::store::Layout;
 
@@ -69,32 +70,14 @@ impl RegisteredBackend {
     }
 }
 
-impl Backend for RegisteredBackend {
-    fn kind(&self) -> &'static str {
-        self.inner.kind()
+impl Layer for RegisteredBackend {
+    const NAME: &'static str = "zero copy";
+
+    fn inner(&self) -> &dyn Backend {
+        &*self.inner
     }
 
-    fn gpu(&self) -> Option<String> {
-        self.inner.gpu()
-    }
-
-    fn residency(&self) -> Option<&'static str> {
-        self.inner.residency()
-    }
-
-    fn copy_path(&self) -> String {
-        format!("{}, zero copy", self.inner.copy_path())
-    }
-
-    fn chunks(&self) -> &[ChunkMemory] {
-        self.inner.chunks()
-    }
-
-    fn paths(&self) -> Option<PathsInfo> {
-        self.inner.paths()
-    }
-
-    fn open_queue(
+    fn open_layered(
         &self,
         queue: QueueId,
         copies: usize,
