@@ -460,9 +460,13 @@ impl MemoryHandles {
         }
     }
 
-    /// Maps those, as far as there is room and until `stop`. The numbers of the chunks that are now to have
-    /// these mappings ([`ChunkMemory::set_mapping`]).
-    pub fn map_rest(&self, chunks: &[ChunkMemory], stop: &AtomicBool) -> Vec<(usize, Mapping)> {
+    /// Maps those, as far as there is room and until `stop`: the chunks that are now to have these mappings
+    /// ([`ChunkMemory::set_mapping`]).
+    pub fn map_rest<'a>(
+        &self,
+        chunks: &'a [ChunkMemory],
+        stop: &AtomicBool,
+    ) -> Vec<(&'a ChunkMemory, Mapping)> {
         match self {
             MemoryHandles::Vulkan(memory) => memory.map_rest(chunks, stop),
             MemoryHandles::Host(_) | MemoryHandles::Pci(_) | MemoryHandles::Cuda(_) => Vec::new(),

@@ -95,9 +95,13 @@ pub fn keeper(spec: DeviceSpec) -> Result<String> {
     let (size, chunks) = (made.offer.device_bytes, made.offer.description.fds());
     // What keeps the memory, whoever dies.
     let fds = take_fds(&mut fds.into_iter(), chunks)?;
-    let open = |times| Task::Open {
-        offer: Box::new(made.offer.clone()),
-        times,
+    // A process that has opened the memory, the chunks that it maps, and the seconds that it took.
+    let open = |times| -> Result<(Process, usize, f64)> {
+        let before = Instant::now();
+        let offer = Box::new(made.offer.clone());
+        let mut process = start(&Task::Open { offer, times }, &fds)?;
+        let (ready, _) = answer::<Ready>(&mut process)?;
+        Ok((process, ready.mapped, before.elapsed().as_secs_f64()))
     };
     let mut text = format!(
         "{} in {chunks} chunks, {} of them mapped for the CPU, filled in {:.1} s\n",
@@ -106,16 +110,12 @@ pub fn keeper(spec: DeviceSpec) -> Result<String> {
         made.seconds
     );
 
-    let before = Instant::now();
-    let mut heir = start(&open(1), &fds)?;
-    let (ready, _) = answer::<Ready>(&mut heir)?;
-    let opened = before.elapsed().as_secs_f64();
+    let (mut heir, mapped, opened) = open(1)?;
     maker.kill();
     await_end(&maker)?;
     let found: Found = ask(&mut heir)?;
     text.push_str(&format!(
-        "a second process had all of them after {opened:.1} s, {} mapped; the first was killed: {}\n",
-        ready.mapped,
+        "a second process had all of them after {opened:.1} s, {mapped} mapped; the first was killed: {}\n",
         found.told()
     ));
     let written: Written = ask(&mut heir)?;
@@ -125,16 +125,12 @@ pub fn keeper(spec: DeviceSpec) -> Result<String> {
         written.mapped, written.mapping_seconds, written.wrong
     ));
 
-    let before = Instant::now();
-    let mut another = start(&open(2), &fds)?;
-    let (ready, _) = answer::<Ready>(&mut another)?;
-    let opened = before.elapsed().as_secs_f64();
+    let (mut another, mapped, opened) = open(2)?;
     let last: Found = ask(&mut another)?;
     another.hang_up();
     await_end(&another)?;
     text.push_str(&format!(
-        "a third process, when the second was gone, had them after {opened:.1} s, {} mapped: {}\n",
-        ready.mapped,
+        "a third process, when the second was gone, had them after {opened:.1} s, {mapped} mapped: {}\n",
         last.told()
     ));
     if found.wrong + written.wrong + last.wrong > 0 {
@@ -279,11 +275,8 @@ fn write(
     backend: &dyn Backend,
 ) -> Result<Written> {
     let before = Instant::now();
-    let chunks = backend.chunks();
-    for (index, mapping) in memory.map_rest(chunks, &AtomicBool::new(false)) {
-        if let Some(chunk) = chunks.get(index) {
-            chunk.set_mapping(mapping);
-        }
+    for (chunk, mapping) in memory.map_rest(backend.chunks(), &AtomicBool::new(false)) {
+        chunk.set_mapping(mapping);
     }
     let mapping_seconds = before.elapsed().as_secs_f64();
     check_backend(backend, layout).into_result()?;

@@ -72,10 +72,8 @@ pub(super) fn start_mapping(
         }
         bus_error::watch(rest.iter().filter_map(|(_, mapping)| range(mapping)));
         tracing::info!("{} more chunks are mapped for the CPU", rest.len());
-        for (index, mapping) in rest {
-            if let Some(chunk) = chunks.get(index) {
-                chunk.set_mapping(mapping);
-            }
+        for (chunk, mapping) in rest {
+            chunk.set_mapping(mapping);
         }
         // Nobody who listens any more needs to know.
         let _ = events.send(Event::Mapped);

@@ -156,6 +156,17 @@ pub struct VulkanDescription {
     pub costs: Costs,
 }
 
+impl VulkanDescription {
+    /// Those of `chunks` that were mapped where they were made and are not here, with their numbers.
+    fn rest<'a>(
+        &self,
+        chunks: &'a [ChunkMemory],
+    ) -> impl Iterator<Item = (usize, &'a ChunkMemory)> + use<'a> {
+        let mapped = chunks.iter().enumerate().take(self.mapped as usize);
+        mapped.filter(|(_, chunk)| chunk.mapping().is_none())
+    }
+}
+
 impl VulkanMemory {
     /// Opens the GPU that `spec` names and checks that `layout` fits it. Nothing is allocated.
     ///
@@ -288,43 +299,40 @@ impl VulkanMemory {
 
     /// Bytes of the chunks that their maker had mapped and [`VulkanMemory::open`] could not.
     pub fn unmapped_rest(&self, chunks: &[ChunkMemory]) -> u64 {
-        let rest = self.rest(chunks, |_| Some(()));
-        rest.iter().map(|(_, size, ())| size).sum()
+        let exported = self.exported.lock().unwrap_or_else(PoisonError::into_inner);
+        let made = exported.as_ref();
+        made.map_or(0, |(made, _)| {
+            made.rest(chunks).map(|(_, chunk)| chunk.size).sum()
+        })
     }
 
     /// Maps those, in order and as far as the driver goes, or until `stop`: there may be room now that the
     /// maker is gone.
-    pub fn map_rest(&self, chunks: &[ChunkMemory], stop: &AtomicBool) -> Vec<(usize, Mapping)> {
+    pub fn map_rest<'a>(
+        &self,
+        chunks: &'a [ChunkMemory],
+        stop: &AtomicBool,
+    ) -> Vec<(&'a ChunkMemory, Mapping)> {
         // Each is one more allocation.
         let most = (self.device.gpu.max_allocations as usize).saturating_sub(chunks.len());
-        let rest = self.rest(chunks, |fd| fd.try_clone().ok());
-        rest.into_iter()
-            .take(most)
-            .take_while(|_| !stop.load(Ordering::Relaxed))
-            .map_while(|(index, size, fd)| {
-                let mapping = memory::map_again(&self.device, size, fd);
-                let mapping =
-                    mapping.inspect_err(|error| tracing::info!("chunk {index} stays: {error}"));
-                Some((index, mapping.ok()?))
-            })
-            .collect()
-    }
-
-    /// Their numbers, sizes, and what `of` makes of their descriptors, up to the first `None`.
-    fn rest<T>(
-        &self,
-        chunks: &[ChunkMemory],
-        of: impl Fn(&OwnedFd) -> Option<T>,
-    ) -> Vec<(usize, u64, T)> {
-        let exported = self.exported.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some((made, fds)) = exported.as_ref() else {
-            return Vec::new();
+        let rest: Vec<_> = {
+            let exported = self.exported.lock().unwrap_or_else(PoisonError::into_inner);
+            let Some((made, fds)) = exported.as_ref() else {
+                return Vec::new();
+            };
+            made.rest(chunks)
+                .map_while(|(index, chunk)| Some((chunk, fds.get(index)?.try_clone().ok()?)))
+                .take(most)
+                .collect()
         };
-        let mapped = chunks.iter().zip(fds).take(made.mapped as usize);
-        mapped
-            .enumerate()
-            .filter(|(_, (chunk, _))| chunk.mapping().is_none())
-            .map_while(|(index, (chunk, fd))| Some((index, chunk.size, of(fd)?)))
+        rest.into_iter()
+            .take_while(|_| !stop.load(Ordering::Relaxed))
+            .map_while(|(chunk, fd)| {
+                let mapping = memory::map_again(&self.device, chunk.size, fd);
+                let mapping =
+                    mapping.inspect_err(|error| tracing::info!("the rest stays: {error}"));
+                Some((chunk, mapping.ok()?))
+            })
             .collect()
     }
 

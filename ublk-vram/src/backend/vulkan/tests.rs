@@ -359,8 +359,8 @@ fn imported_memory_is_mapped_later() {
     assert!(rest().is_empty(), "it was stopped");
     stop.store(false, Ordering::Relaxed);
     let table = ChunkTable::new(backend.chunks(), 1);
-    for (index, mapping) in rest() {
-        backend.chunks()[index].set_mapping(mapping);
+    for (chunk, mapping) in rest() {
+        chunk.set_mapping(mapping);
     }
     assert!(rest().is_empty(), "once is enough");
     for index in 0..layout.chunks() {
