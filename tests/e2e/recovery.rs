@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
-use vmrig::Kernel;
+use vmrig::{Kernel, VmBuilder};
 
 use crate::guest::Guest;
 use crate::{Case, On};
@@ -16,6 +16,11 @@ pub const CASES: &[Case] = &[
         "recovery::kills_under_swap_storm",
         On::Every,
         kills_under_swap_storm,
+    ),
+    (
+        "recovery::without_kernel_threads",
+        On::Every,
+        without_kernel_threads,
     ),
     ("recovery::every_moment", On::Every, every_moment),
     ("recovery::supervisor_killed", On::Every, supervisor_killed),
@@ -119,6 +124,47 @@ fn kills_under_swap_storm(kernel: &Kernel) -> Result<()> {
     guest.must("vramctl remove swap0")?;
     guest.nothing_left()?;
     guest.end()
+}
+
+fn without_kernel_threads(kernel: &Kernel) -> Result<()> {
+    let guest = Guest::boot(kernel, "no-kthreads", 64, without_kernel_threads_vm)?;
+    let options = format!("{} {OPTIONS} --queues 4 --lab-fault", guest.gpu(0));
+    let path = guest.add("d", &options)?;
+    kills_without_kernel_threads(&guest, &path)?;
+    guest.must("vramctl remove d")?;
+    guest.nothing_left()?;
+    guest.end()
+}
+
+/// A CPU that [`kills_without_kernel_threads`] can take, and its tools.
+pub fn without_kernel_threads_vm(vm: VmBuilder) -> VmBuilder {
+    // The end of deferred probing waits for kernel threads, too, and holds up a worker meanwhile.
+    vm.cpus(4)
+        .append("isolcpus=3 deferred_probe_timeout=0")
+        .tools(&["dd", "cmp"])
+}
+
+/// In a storm kthreadd may wait for the very disk that waits for its next worker: nothing of a takeover of
+/// device `d` may wait for a kernel thread that does not exist yet.
+pub fn kills_without_kernel_threads(guest: &Guest, path: &str) -> Result<()> {
+    guest.must("dd if=/dev/urandom of=/tmp/data bs=1M count=8 2>/dev/null")?;
+    guest.must(&format!("dd if=/tmp/data of={path} bs=64k oflag=direct"))?;
+    // No program with rings of its own: as they end, the kernel makes the threads that are to be missing.
+    let reader = guest.spawn_sh(&format!(
+        "until [ -e /tmp/over ]; do dd if={path} bs=64k count=128 iflag=direct 2>/dev/null | cmp - /tmp/data \
+         || exit 1; done"
+    ))?;
+    guest.wait_whole("d")?;
+    let stall = guest.spawn_sh("exec vramtest stall --cpu 3 --stop /tmp/over")?;
+    guest.must_within("until [ -e /tmp/over.stalled ]; do sleep 0.1; done", 30)?;
+    let killed = guest.must_within("vramtest kill-worker d --times 10 --hold --whole", 300)?;
+    let killed = report(&killed)?;
+    ensure!(number(&killed, "takeovers")? == 10, "{killed}");
+    ensure!(number(&killed, "errors")? == 0, "{killed}");
+    guest.must("touch /tmp/over")?;
+    reader.wait(Duration::from_secs(120))?.ok()?;
+    stall.wait(Duration::from_secs(60))?.ok()?;
+    Ok(())
 }
 
 fn every_moment(kernel: &Kernel) -> Result<()> {

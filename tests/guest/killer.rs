@@ -1,6 +1,10 @@
 //! Somebody who kills a device's worker again and again, while requests are inside it, and sees to it
 //! that each time another one takes over.
 
+use std::fs::File;
+use std::io::Write;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
@@ -12,6 +16,8 @@ use ublk_vram::device::{DeviceInfo, DeviceName, DeviceState};
 
 /// How long a takeover may take on an emulated machine under pressure.
 const LIMIT: Duration = Duration::from_secs(90);
+/// After so long the kernel is asked what all its tasks and workers wait for.
+const LATE: Duration = Duration::from_secs(30);
 /// How long a held copy is waited for; a device that is idle at that moment has none.
 const HELD_LIMIT: Duration = Duration::from_secs(3);
 
@@ -59,10 +65,36 @@ fn wait(
     }
 }
 
+/// Has the kernel print its tasks and workqueues, once, when a takeover is late: whoever waits for it may
+/// wait for memory himself by then.
+fn watch(rounds: Arc<AtomicU32>) -> anyhow::Result<()> {
+    let mut trigger = File::options()
+        .write(true)
+        .open("/proc/sysrq-trigger")
+        .context("/proc/sysrq-trigger")?;
+    std::thread::spawn(move || {
+        let mut seen = (0, Instant::now());
+        loop {
+            std::thread::sleep(Duration::from_secs(1));
+            let now = rounds.load(Ordering::Relaxed);
+            if now != seen.0 {
+                seen = (now, Instant::now());
+            } else if now % 2 == 1 && seen.1.elapsed() > LATE {
+                let _ = trigger.write(b"t");
+                return;
+            }
+        }
+    });
+    Ok(())
+}
+
 pub fn run(plan: &Plan) -> anyhow::Result<()> {
     // It must be able to act while the disk waits for a worker.
     mlockall(MlockAllFlags::MCL_CURRENT | MlockAllFlags::MCL_FUTURE).context("mlockall")?;
     let name = &plan.name;
+    // Odd while a takeover is waited for.
+    let rounds = Arc::new(AtomicU32::new(0));
+    watch(Arc::clone(&rounds))?;
     let mut pauses = Vec::new();
     for round in 0..plan.times {
         let info = wait(name, "the server is not whole", LIMIT, |info| {
@@ -88,10 +120,12 @@ pub fn run(plan: &Plan) -> anyhow::Result<()> {
                 info.queue.iter().any(|queue| queue.in_flight > 0)
             });
         }
+        rounds.fetch_add(1, Ordering::Relaxed);
         kill(Pid::from_raw(info.server.worker), Signal::SIGKILL).context("kill")?;
         let after = wait(name, "nobody takes over", LIMIT, |now| {
             is_served(now) && now.server.takeovers > info.server.takeovers
         })?;
+        rounds.fetch_add(1, Ordering::Relaxed);
         ensure!(after.server.worker != info.server.worker);
         pauses.push(after.server.last_pause_us / 1000);
         std::thread::sleep(plan.pause);

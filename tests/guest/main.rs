@@ -7,6 +7,7 @@ mod killer;
 mod kmod;
 mod misc;
 mod soak;
+mod stall;
 
 use std::path::PathBuf;
 
@@ -79,6 +80,15 @@ enum Command {
         /// Seconds.
         seconds: u64,
     },
+    /// Keep the kernel from making threads.
+    Stall {
+        /// A CPU that nobody else needs.
+        #[arg(long)]
+        cpu: usize,
+        /// Until this file is there.
+        #[arg(long)]
+        stop: PathBuf,
+    },
     /// swapon and swapoff in a loop until the device is gone; says how often each happened.
     SwapLoop {
         /// The block device.
@@ -126,6 +136,7 @@ fn main() -> anyhow::Result<()> {
         Command::Edges { device } => edges::run(&device),
         Command::Kmod(command) => kmod::run(&command),
         Command::Hold { path, seconds } => misc::hold(&path, seconds),
+        Command::Stall { cpu, stop } => stall::run(cpu, &stop),
         Command::SwapLoop { device, seconds } => misc::swap_loop(&device, seconds),
         Command::Session { command } => misc::session(&command),
         Command::Unshare { command } => misc::unshare(&command),

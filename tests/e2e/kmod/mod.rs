@@ -30,6 +30,11 @@ pub const CASES: &[Case] = &[
     ("kmod::swap_storm", On::Newest, device::swap_storm),
     ("kmod::kills", On::Newest, device::kills),
     ("kmod::zero_copy", On::Newest, zero_copy::zero_copy),
+    (
+        "kmod::zero_copy_without_kernel_threads",
+        On::Newest,
+        zero_copy::without_kernel_threads,
+    ),
     ("kmod::zero_copy_lost", On::Newest, zero_copy::lost),
 ];
 

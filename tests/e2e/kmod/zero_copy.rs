@@ -7,6 +7,7 @@ use serde_json::Value;
 use vmrig::Kernel;
 
 use super::Machine;
+use crate::recovery::{kills_without_kernel_threads, without_kernel_threads_vm};
 
 /// Chunks of 2 MiB: many requests cross from one into the next.
 const OPTIONS: &str = "--size max --chunk 2M --zero-copy";
@@ -141,6 +142,19 @@ fn kills(machine: &Machine, path: &str) -> Result<()> {
     let show = machine.show("d")?;
     ensure!(show["zero_copy"] == true, "{show}");
     machine.server_is_protected("d")
+}
+
+/// The buffers of a dead worker's rings are its requests: they too are let go of without the kernel's help.
+pub fn without_kernel_threads(kernel: &Kernel) -> Result<()> {
+    let machine = Machine::boot(kernel, "kmod-zero-copy-no-kthreads", 128, |vm| {
+        without_kernel_threads_vm(vm).memory(768)
+    })?;
+    let options = format!("{} {OPTIONS} --queues 4 --lab-fault", machine.gpu(0));
+    let path = machine.add("d", &options)?;
+    kills_without_kernel_threads(&machine, &path)?;
+    machine.must("vramctl remove d")?;
+    machine.nothing_left()?;
+    machine.end(false)
 }
 
 /// The function is unplugged under I/O: every request ends with EIO, and nothing is read any more.

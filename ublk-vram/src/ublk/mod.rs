@@ -9,9 +9,11 @@ mod command;
 mod device;
 pub mod features;
 mod queue;
+mod release;
 mod takeover;
 
 pub use command::{DeviceStatus, delete_orphan, device_status, quiesce};
 pub use device::{Geometry, Shape, StopOutcome, Target, Wishes};
 pub use queue::{Buffers, QueueHandle, QueueSeat, QueueSetup, seat_queue};
+pub use release::Release;
 pub use takeover::Heir;

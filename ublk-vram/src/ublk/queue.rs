@@ -28,6 +28,7 @@ use libublk::io::{UblkDev, UblkQueue, ublk_init_task_ring};
 use libublk::{UblkError, sys};
 
 use super::device::Shape;
+use super::release::Release;
 use crate::backend::{Direction, QueueId, registered};
 use crate::engine::{Engine, Finished, Op, Request, StatsTable};
 use crate::error::{Error, ErrorKind, Result};
@@ -43,6 +44,10 @@ const WAKE: u64 = 1 << 32;
 const LOSS: u64 = 1 << 33;
 /// The entry is a copy that the kernel makes; its id is in the lower half.
 const TRANSFER: u64 = 1 << 34;
+/// The entry waits for the end of this thread.
+const RELEASE: u64 = 1 << 35;
+/// /dev/ublkcN in the ring's table of files; libublk puts it there.
+const CDEV: types::Fixed = types::Fixed(0);
 /// So many bytes of copies that the kernel makes go with one call: it looks neither at signals nor at the
 /// scheduler until all of them are done (io_submit_sqes in io_uring/io_uring.c), and a read through a bus
 /// takes some 2 ms for each megabyte.
@@ -95,6 +100,8 @@ pub struct QueueSetup {
     pub stats: Arc<StatsTable>,
     /// The marks of requests in hand.
     pub tags: Arc<TagBoard>,
+    /// Lets go of the device when this process is killed.
+    pub release: Arc<Release>,
     /// Called in the middle of the fetches, for the lab.
     pub half_fetched: Option<Box<dyn FnOnce() + Send>>,
 }
@@ -201,7 +208,7 @@ fn make_ring(queue: QueueId, shape: Shape) -> Result<()> {
         true => Engine::copies(shape.depth) as u32,
         false => 0,
     };
-    let entries = u32::from(shape.depth) + SPARE_ENTRIES + transfers;
+    let entries = u32::from(shape.depth) + SPARE_ENTRIES + transfers + Release::count(&shape);
     ublk_init_task_ring(|cell| {
         let ring: IoUring = IoUring::builder()
             // Twice the entries: the completion queue never overflows into allocated memory.
@@ -227,6 +234,26 @@ fn set_up_failed(queue: QueueId, error: &UblkError) -> Error {
         ErrorKind::Io,
         format!("cannot set up queue {}: {error}", queue.0),
     )
+}
+
+/// A command of the driver's for one tag.
+pub(super) fn io_command(
+    cdev: types::Fixed,
+    op: u32,
+    queue: QueueId,
+    tag: u16,
+    result: i32,
+    address: u64,
+) -> squeue::Entry {
+    let command = sys::ublksrv_io_cmd {
+        q_id: queue.0,
+        tag,
+        result,
+        addr: address,
+    };
+    // SAFETY: `ublksrv_io_cmd` is 16 bytes of plain data without padding (uapi struct).
+    let bytes = unsafe { std::mem::transmute::<sys::ublksrv_io_cmd, [u8; 16]>(command) };
+    opcode::UringCmd16::new(cdev, op).cmd(bytes).build()
 }
 
 /// A fetch that has the driver register the request as buffer `tag` of this ring (`struct
@@ -260,6 +287,7 @@ struct Server<'a> {
     tags: Arc<TagBoard>,
     /// Requests that the last worker had in hand and that have not come again yet.
     left: Vec<TagMark>,
+    release: Arc<Release>,
     half_fetched: Option<Box<dyn FnOnce() + Send>>,
     ready: Vec<u16>,
     finished: Vec<Finished>,
@@ -286,6 +314,7 @@ impl<'a> Server<'a> {
             stats: setup.stats,
             tags: setup.tags,
             left,
+            release: setup.release,
             half_fetched: setup.half_fetched,
             ready: Vec::with_capacity(depth),
             finished: Vec::with_capacity(depth),
@@ -296,6 +325,10 @@ impl<'a> Server<'a> {
     }
 
     fn run(mut self, announce: impl FnOnce()) -> Result<()> {
+        for entry in self.release.entries(self.id, &self.shape, CDEV) {
+            self.push(entry.user_data(OURS | RELEASE))?;
+        }
+        self.enter(0)?;
         for tag in 0..self.shape.depth {
             if tag == self.shape.depth / 2
                 && let Some(half_fetched) = self.half_fetched.take()
@@ -344,8 +377,8 @@ impl<'a> Server<'a> {
                 let tag = (user_data & u64::from(u16::MAX)) as u16;
                 match completion.result() {
                     _ if user_data & WAKE != 0 => *armed = false,
-                    // Once and for good; the engine sees it for itself.
-                    _ if user_data & LOSS != 0 => {}
+                    // Once and for good: the engine sees it for itself, and the end is the end.
+                    _ if user_data & (LOSS | RELEASE) != 0 => {}
                     result if user_data & TRANSFER != 0 => {
                         engine.transferred(user_data as u32, result);
                     }
@@ -478,22 +511,13 @@ impl<'a> Server<'a> {
     }
 
     fn command(&self, op: u32, tag: u16, result: i32) -> Result<()> {
-        let command = sys::ublksrv_io_cmd {
-            q_id: self.id.0,
-            tag,
-            result,
-            addr: match &self.buffers {
-                Buffers::Arena(_) => self.buffers.of(&self.shape, self.id, tag) as u64,
-                // The driver refuses one.
-                Buffers::Region(_) => 0,
-            },
+        let address = match &self.buffers {
+            Buffers::Arena(_) => self.buffers.of(&self.shape, self.id, tag) as u64,
+            // The driver refuses one.
+            Buffers::Region(_) => 0,
         };
-        // SAFETY: `ublksrv_io_cmd` is 16 bytes of plain data without padding (uapi struct).
-        let bytes = unsafe { std::mem::transmute::<sys::ublksrv_io_cmd, [u8; 16]>(command) };
-        let entry = opcode::UringCmd16::new(types::Fixed(0), op)
-            .cmd(bytes)
-            .build()
-            .user_data(OURS | u64::from(tag));
+        let entry =
+            io_command(CDEV, op, self.id, tag, result, address).user_data(OURS | u64::from(tag));
         match &self.buffers {
             Buffers::Arena(_) => self.push(entry),
             Buffers::Region(_) => self.push(with_registration(entry, tag)),

@@ -27,7 +27,7 @@ use crate::safety;
 use crate::session::{Report, Session, TagBoard};
 use crate::store::ChunkTable;
 use crate::store::shared::SharedMapping;
-use crate::ublk::{Buffers, QueueSeat, QueueSetup, seat_queue};
+use crate::ublk::{Buffers, QueueSeat, QueueSetup, Release, seat_queue};
 
 /// Bytes of a thread's stack beside those of queues; all of it is locked memory.
 const STACK_BYTES: usize = 192 << 10;
@@ -93,6 +93,7 @@ pub(super) fn prepare(
     if let Buffers::Arena(arena) = &buffers {
         memory.insert(0, SharedMapping::as_mapping(arena));
     }
+    let release = Arc::new(Release::new()?);
     let mut is_engine = false;
     let depth = session.shape.depth;
     let mut seats = Vec::with_capacity(usize::from(session.shape.queues));
@@ -123,6 +124,7 @@ pub(super) fn prepare(
             engine,
             stats: Arc::clone(&stats),
             tags: Arc::clone(&tags),
+            release: Arc::clone(&release),
             half_fetched,
         };
         seats.push(seat_queue(setup, move |outcome| {
