@@ -47,6 +47,10 @@ pub const USER_RECOVERY_REISSUE: u64 = 1 << 4;
 /// QUIESCE_DEV is there: a server can be replaced without being killed.
 pub const QUIESCE: u64 = 1 << 12;
 
+/// Each tag can have a server of its own. Not used; but from the release before it (Linux 6.15) drivers recover
+/// in more moments, and this bit tells them from others (`ublk/release.rs`, `supervisor/takeover.rs`).
+pub const PER_IO_DAEMON: u64 = 1 << 13;
+
 /// TRY_STOP_DEV is there: the driver itself refuses to stop a disk that somebody has open.
 pub const SAFE_STOP_DEV: u64 = 1 << 17;
 

@@ -37,7 +37,7 @@ use crate::session::{TagBoard, TagMark};
 use crate::store::shared::SharedMapping;
 
 /// Marks an entry as ours: libublk counts the others (`UblkUringData::Target`).
-const OURS: u64 = 1 << 63;
+pub(super) const OURS: u64 = 1 << 63;
 /// The entry watches the engine's completion descriptor.
 const WAKE: u64 = 1 << 32;
 /// The entry watches for the loss of the device's memory.
@@ -45,9 +45,9 @@ const LOSS: u64 = 1 << 33;
 /// The entry is a copy that the kernel makes; its id is in the lower half.
 const TRANSFER: u64 = 1 << 34;
 /// The entry waits for the end of this thread.
-const RELEASE: u64 = 1 << 35;
+pub(super) const RELEASE: u64 = 1 << 35;
 /// /dev/ublkcN in the ring's table of files; libublk puts it there.
-const CDEV: types::Fixed = types::Fixed(0);
+pub(super) const CDEV: types::Fixed = types::Fixed(0);
 /// So many bytes of copies that the kernel makes go with one call: it looks neither at signals nor at the
 /// scheduler until all of them are done (io_submit_sqes in io_uring/io_uring.c), and a read through a bus
 /// takes some 2 ms for each megabyte.
@@ -100,8 +100,8 @@ pub struct QueueSetup {
     pub stats: Arc<StatsTable>,
     /// The marks of requests in hand.
     pub tags: Arc<TagBoard>,
-    /// Lets go of the device when this process is killed.
-    pub release: Arc<Release>,
+    /// Lets go of the device when this process is killed, where that is right.
+    pub release: Option<Arc<Release>>,
     /// Called in the middle of the fetches, for the lab.
     pub half_fetched: Option<Box<dyn FnOnce() + Send>>,
 }
@@ -167,7 +167,7 @@ pub fn seat_queue(
         .spawn(move || {
             let serve = move || {
                 let tid = libublk::ctrl::UblkCtrl::init_queue_thread();
-                make_ring(queue, setup.shape)?;
+                make_ring(queue, setup.shape, setup.release.as_deref())?;
                 safety::prefault_stack(STACK_BYTES);
                 // Nobody waiting any more is no reason to stop, here and below.
                 let _ = heat.send(());
@@ -176,9 +176,16 @@ pub fn seat_queue(
                 };
                 let device: Arc<UblkDev> = device;
                 setup.stats.of(queue).set_tid(tid);
-                Server::new(&device, setup)?.run(|| {
+                let mut server = Server::new(&device, setup)?;
+                let outcome = server.run(|| {
                     let _ = announce.send(());
-                })
+                });
+                if outcome.is_err() {
+                    // Its end would take the table of files out of the ring, which up to Linux 6.12 waits
+                    // for the fetches (io_rsrc_ref_quiesce), and nobody would hear of the error.
+                    std::mem::forget(server);
+                }
+                outcome
             };
             let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(serve));
             on_end(outcome.unwrap_or_else(|_| {
@@ -203,14 +210,14 @@ pub fn seat_queue(
 }
 
 /// Makes the calling thread's ring, which libublk keeps in the thread.
-fn make_ring(queue: QueueId, shape: Shape) -> Result<()> {
+fn make_ring(queue: QueueId, shape: Shape, release: Option<&Release>) -> Result<()> {
     let transfers = match shape.zero_copy {
         true => Engine::copies(shape.depth) as u32,
         false => 0,
     };
-    let entries = u32::from(shape.depth) + SPARE_ENTRIES + transfers + Release::count(&shape);
+    let entries = u32::from(shape.depth) + SPARE_ENTRIES + transfers + Release::entries(&shape);
     ublk_init_task_ring(|cell| {
-        let ring: IoUring = IoUring::builder()
+        let mut ring: IoUring = IoUring::builder()
             // Twice the entries: the completion queue never overflows into allocated memory.
             .setup_cqsize(entries.next_power_of_two() * 2)
             .setup_coop_taskrun()
@@ -221,6 +228,11 @@ fn make_ring(queue: QueueId, shape: Shape) -> Result<()> {
             // The driver puts the request of a tag into the slot of its number.
             ring.submitter()
                 .register_buffers_sparse(u32::from(shape.depth))
+                .map_err(UblkError::IOError)?;
+        }
+        if let Some(release) = release {
+            release
+                .arm(&mut ring, queue, &shape)
                 .map_err(UblkError::IOError)?;
         }
         cell.set(ring.into())
@@ -238,7 +250,6 @@ fn set_up_failed(queue: QueueId, error: &UblkError) -> Error {
 
 /// A command of the driver's for one tag.
 pub(super) fn io_command(
-    cdev: types::Fixed,
     op: u32,
     queue: QueueId,
     tag: u16,
@@ -253,7 +264,7 @@ pub(super) fn io_command(
     };
     // SAFETY: `ublksrv_io_cmd` is 16 bytes of plain data without padding (uapi struct).
     let bytes = unsafe { std::mem::transmute::<sys::ublksrv_io_cmd, [u8; 16]>(command) };
-    opcode::UringCmd16::new(cdev, op).cmd(bytes).build()
+    opcode::UringCmd16::new(CDEV, op).cmd(bytes).build()
 }
 
 /// A fetch that has the driver register the request as buffer `tag` of this ring (`struct
@@ -287,7 +298,6 @@ struct Server<'a> {
     tags: Arc<TagBoard>,
     /// Requests that the last worker had in hand and that have not come again yet.
     left: Vec<TagMark>,
-    release: Arc<Release>,
     half_fetched: Option<Box<dyn FnOnce() + Send>>,
     ready: Vec<u16>,
     finished: Vec<Finished>,
@@ -314,7 +324,6 @@ impl<'a> Server<'a> {
             stats: setup.stats,
             tags: setup.tags,
             left,
-            release: setup.release,
             half_fetched: setup.half_fetched,
             ready: Vec::with_capacity(depth),
             finished: Vec::with_capacity(depth),
@@ -324,11 +333,7 @@ impl<'a> Server<'a> {
         })
     }
 
-    fn run(mut self, announce: impl FnOnce()) -> Result<()> {
-        for entry in self.release.entries(self.id, &self.shape, CDEV) {
-            self.push(entry.user_data(OURS | RELEASE))?;
-        }
-        self.enter(0)?;
+    fn run(&mut self, announce: impl FnOnce()) -> Result<()> {
         for tag in 0..self.shape.depth {
             if tag == self.shape.depth / 2
                 && let Some(half_fetched) = self.half_fetched.take()
@@ -516,8 +521,7 @@ impl<'a> Server<'a> {
             // The driver refuses one.
             Buffers::Region(_) => 0,
         };
-        let entry =
-            io_command(CDEV, op, self.id, tag, result, address).user_data(OURS | u64::from(tag));
+        let entry = io_command(op, self.id, tag, result, address).user_data(OURS | u64::from(tag));
         match &self.buffers {
             Buffers::Arena(_) => self.push(entry),
             Buffers::Region(_) => self.push(with_registration(entry, tag)),

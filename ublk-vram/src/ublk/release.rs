@@ -3,29 +3,40 @@
 //! Nobody can take a disk over while the dead one's /dev/ublkcN is open, and the ring of a queue holds it:
 //! its fetches wait there, its table of files names it, and with zero copy its buffers are requests. Left to
 //! itself, the kernel tears a ring down in a work item (io_ring_exit_work in io_uring/io_uring.c), which
-//! waits for others (the fallback work of the dead task, io_uring/tw.c), on workers that kthreadd makes when
-//! they are needed. With the disk as swap that can be never: short of memory, kthreadd waits to swap
-//! something out, to this very disk.
+//! waits for others (the fallback work of the dead task), on workers that kthreadd makes when they are
+//! needed. With the disk as swap that can be never: short of memory, kthreadd waits to swap something out,
+//! to this very disk.
 //!
-//! So each queue thread does it as it dies. A request on a file that is itself a ring is cancelled by the
-//! exit of the thread that made it, together with all its commands (REQ_F_INFLIGHT and
-//! io_uring_cancel_generic in io_uring/cancel.c). What is linked to it runs then, on that thread:
+//! So each queue thread does it as it dies. While a thread that exits has a request on a file that is itself
+//! a ring, the kernel cancels that one and all commands of the thread (REQ_F_INFLIGHT,
+//! io_uring_cancel_generic); what is linked to it runs then, still on the thread:
 //!
 //! ```text
-//!   poll a ring where nothing ever happens        cancelled by the thread's exit
+//!   poll a ring where nothing ever happens        cancelled by the thread's exit, and its commands with it;
+//!   -> poll it again, some times                  each time once more: a command is passed over while
+//!                                                 ublk_queue_rq has its request in hand
 //!   -> unregister the buffer of each tag          zero copy only
 //!   -> close the slot of /dev/ublkcN              hard links: what came before may fail
 //! ```
+//!
+//! Older drivers must not be treated so. They take a dead server's requests back when its commands are
+//! cancelled, and not once more when the device is closed (ublk_ch_release since Linux 6.15): what they hand
+//! over between the cancelling and the death would be lost, and whoever waits for it would wait for ever.
 
+use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 
 use io_uring::{IoUring, opcode, squeue, types};
 use libublk::sys;
 
 use super::device::Shape;
-use super::queue::io_command;
+use super::features;
+use super::queue::{CDEV, OURS, RELEASE, io_command};
 use crate::backend::QueueId;
 use crate::error::{Error, Result};
+
+/// How often the commands of a thread that exits are cancelled.
+const PASSES: u16 = 8;
 
 /// The ring where nothing ever happens; one is enough for a process.
 pub struct Release {
@@ -33,49 +44,59 @@ pub struct Release {
 }
 
 impl Release {
-    /// Makes the ring.
+    /// Makes the ring; `None` if the driver is an older one. PER_IO_DAEMON (Linux 6.16) tells.
     ///
     /// # Errors
-    /// The kernel has no memory for it, or forbids io_uring (`kernel.io_uring_disabled`).
-    pub fn new() -> Result<Release> {
+    /// The driver cannot be asked; the kernel has no memory for a ring, or forbids io_uring
+    /// (`kernel.io_uring_disabled`).
+    pub fn new() -> Result<Option<Release>> {
+        if !features::probe()?.has(features::PER_IO_DAEMON) {
+            return Ok(None);
+        }
         let failed = |error| Error::os("cannot make a ring of io_uring", error);
         let ring: IoUring = IoUring::new(1).map_err(failed)?;
         // SAFETY: the descriptor is open as long as `ring`, which outlives the borrow.
         let descriptor = unsafe { BorrowedFd::borrow_raw(ring.as_raw_fd()) };
-        Ok(Release {
+        Ok(Some(Release {
             quiet: descriptor.try_clone_to_owned().map_err(failed)?,
-        })
+        }))
     }
 
-    /// How many entries [`Release::entries`] gives.
-    pub(super) fn count(shape: &Shape) -> u32 {
-        2 + match shape.zero_copy {
-            true => u32::from(shape.depth),
-            false => 0,
-        }
+    /// How many entries of a queue's ring [`Release::arm`] takes.
+    pub(super) fn entries(shape: &Shape) -> u32 {
+        let buffers = if shape.zero_copy { shape.depth } else { 0 };
+        u32::from(PASSES) + u32::from(buffers) + 1
     }
 
-    /// What a queue thread submits before its first fetch, in one call, for the device in slot `cdev` of
-    /// its ring. All complete when the thread ends, and not before.
-    pub(super) fn entries(
-        &self,
-        queue: QueueId,
-        shape: &Shape,
-        cdev: types::Fixed,
-    ) -> impl Iterator<Item = squeue::Entry> {
-        let poll = opcode::PollAdd::new(types::Fd(self.quiet.as_raw_fd()), libc::POLLIN as u32);
-        let tags = match shape.zero_copy {
-            true => 0..shape.depth,
-            false => 0..0,
-        };
+    /// Has the calling thread let go of what its ring will have in slot [`CDEV`], when it ends. The
+    /// entries complete then, and not before.
+    ///
+    /// # Errors
+    /// The kernel has no memory for them; the ring is of no use then.
+    pub(super) fn arm(&self, ring: &mut IoUring, queue: QueueId, shape: &Shape) -> io::Result<()> {
+        let quiet = types::Fd(self.quiet.as_raw_fd());
+        let polls = (0..PASSES).map(|_| opcode::PollAdd::new(quiet, libc::POLLIN as u32).build());
+        let tags = 0..if shape.zero_copy { shape.depth } else { 0 };
         // The driver takes the index of a buffer, which is its tag, as the address.
-        let buffers = tags.map(move |tag| {
+        let buffers = tags.map(|tag| {
             let op = sys::UBLK_U_IO_UNREGISTER_IO_BUF;
-            io_command(cdev, op, queue, tag, 0, u64::from(tag))
+            io_command(op, queue, tag, 0, u64::from(tag))
         });
-        std::iter::once(poll.build())
+        let links = polls
             .chain(buffers)
-            .map(|entry| entry.flags(squeue::Flags::IO_HARDLINK))
-            .chain(std::iter::once(opcode::Close::new(cdev).build()))
+            .map(|entry| entry.flags(squeue::Flags::IO_HARDLINK));
+        let mut count = 0;
+        for entry in links.chain([opcode::Close::new(CDEV).build()]) {
+            let entry = entry.user_data(OURS | RELEASE);
+            // SAFETY: no entry names memory; the descriptor is open as long as the process has `self`.
+            unsafe { ring.submission().push(&entry) }.map_err(io::Error::other)?;
+            count += 1;
+        }
+        // In one call: a part of the chain, sent alone, would run at once. So would one that the kernel
+        // could not take whole, and its completions would be there.
+        if ring.submit()? != count || !ring.completion().is_empty() {
+            return Err(io::Error::from_raw_os_error(libc::ENOMEM));
+        }
+        Ok(())
     }
 }

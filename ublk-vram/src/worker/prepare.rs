@@ -93,7 +93,7 @@ pub(super) fn prepare(
     if let Buffers::Arena(arena) = &buffers {
         memory.insert(0, SharedMapping::as_mapping(arena));
     }
-    let release = Arc::new(Release::new()?);
+    let release = Release::new()?.map(Arc::new);
     let mut is_engine = false;
     let depth = session.shape.depth;
     let mut seats = Vec::with_capacity(usize::from(session.shape.queues));
@@ -124,7 +124,7 @@ pub(super) fn prepare(
             engine,
             stats: Arc::clone(&stats),
             tags: Arc::clone(&tags),
-            release: Arc::clone(&release),
+            release: release.clone(),
             half_fetched,
         };
         seats.push(seat_queue(setup, move |outcome| {
