@@ -298,6 +298,7 @@ struct Server<'a> {
     tags: Arc<TagBoard>,
     /// Requests that the last worker had in hand and that have not come again yet.
     left: Vec<TagMark>,
+    _release: Option<Arc<Release>>,
     half_fetched: Option<Box<dyn FnOnce() + Send>>,
     ready: Vec<u16>,
     finished: Vec<Finished>,
@@ -324,6 +325,7 @@ impl<'a> Server<'a> {
             stats: setup.stats,
             tags: setup.tags,
             left,
+            _release: setup.release,
             half_fetched: setup.half_fetched,
             ready: Vec::with_capacity(depth),
             finished: Vec::with_capacity(depth),

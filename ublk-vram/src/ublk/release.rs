@@ -53,13 +53,18 @@ impl Release {
         if !features::probe()?.has(features::PER_IO_DAEMON) {
             return Ok(None);
         }
-        let failed = |error| Error::os("cannot make a ring of io_uring", error);
-        let ring: IoUring = IoUring::new(1).map_err(failed)?;
+        Release::make()
+            .map(Some)
+            .map_err(|error| Error::os("cannot make a ring of io_uring", error))
+    }
+
+    fn make() -> io::Result<Release> {
+        let ring: IoUring = IoUring::new(1)?;
         // SAFETY: the descriptor is open as long as `ring`, which outlives the borrow.
         let descriptor = unsafe { BorrowedFd::borrow_raw(ring.as_raw_fd()) };
-        Ok(Some(Release {
-            quiet: descriptor.try_clone_to_owned().map_err(failed)?,
-        }))
+        Ok(Release {
+            quiet: descriptor.try_clone_to_owned()?,
+        })
     }
 
     /// How many entries of a queue's ring [`Release::arm`] takes.
@@ -69,7 +74,8 @@ impl Release {
     }
 
     /// Has the calling thread let go of what its ring will have in slot [`CDEV`], when it ends. The
-    /// entries complete then, and not before.
+    /// entries complete then, and not before; what they need is allocated now. `self` must live as long as
+    /// the thread, or there is but one pass.
     ///
     /// # Errors
     /// The kernel has no memory for them; the ring is of no use then.
@@ -88,7 +94,7 @@ impl Release {
         let mut count = 0;
         for entry in links.chain([opcode::Close::new(CDEV).build()]) {
             let entry = entry.user_data(OURS | RELEASE);
-            // SAFETY: no entry names memory; the descriptor is open as long as the process has `self`.
+            // SAFETY: no entry names memory.
             unsafe { ring.submission().push(&entry) }.map_err(io::Error::other)?;
             count += 1;
         }
@@ -98,5 +104,48 @@ impl Release {
             return Err(io::Error::from_raw_os_error(libc::ENOMEM));
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+    use std::os::fd::AsFd;
+
+    use super::*;
+
+    /// A pipe's end stands for the device: the kernel's side of this needs no driver.
+    #[test]
+    fn a_thread_that_ends_lets_go() {
+        let release = Release::make().unwrap();
+        let (mut reader, writer) = io::pipe().unwrap();
+        let shape = Shape {
+            queues: 1,
+            depth: 8,
+            max_io: 4096,
+            zero_copy: false,
+        };
+        let end = |held: OwnedFd| {
+            let mut ring: IoUring = IoUring::builder()
+                .setup_coop_taskrun()
+                .setup_single_issuer()
+                .build(Release::entries(&shape))
+                .unwrap();
+            release.arm(&mut ring, QueueId(0), &shape).unwrap();
+            let slots = [held.as_fd().as_raw_fd()];
+            ring.submitter().register_files(&slots).unwrap();
+            ring
+        };
+        // Its ring outlives it, so that nothing else lets go.
+        let mut ring = std::thread::scope(|scope| {
+            let thread = scope.spawn(|| end(writer.into()));
+            thread.join().unwrap()
+        });
+        assert_eq!(reader.read(&mut [0]).unwrap(), 0, "the other end is closed");
+        let results: Vec<i32> = ring.completion().map(|entry| entry.result()).collect();
+        let (close, polls) = results.split_last().unwrap();
+        assert_eq!(*close, 0);
+        // Each was waiting when the thread ended: one that has no ring to wait for ends with EBADF.
+        assert_eq!(polls, [-libc::ECANCELED; PASSES as usize]);
     }
 }
