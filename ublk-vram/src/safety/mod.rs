@@ -47,6 +47,7 @@ mod smaps;
 mod swaps;
 mod task_stat;
 mod unlock;
+mod urgent;
 
 #[cfg(test)]
 mod fixture;
@@ -73,6 +74,7 @@ pub use root::{DeviceNumber, Root};
 pub use smaps::{Mapped, read_smaps};
 pub use swaps::{SwapEntry, ghosts, parse_swaps, read_swaps};
 pub use unlock::unlock_files;
+pub use urgent::Urgent;
 
 use crate::error::{Error, ErrorKind, Result};
 

@@ -18,6 +18,7 @@ use super::machine::{End, Machine, has_ended, is_readable};
 use super::start::StartLine;
 use crate::device::DeviceState;
 use crate::error::{Error, ErrorKind, Result};
+use crate::safety;
 use crate::session::process::Process;
 use crate::session::{Life, Order, Report, Role};
 
@@ -261,6 +262,7 @@ impl Machine {
         self.worker = Some(standby);
         if let Some(fixed) = self.fixed() {
             let fixed = Box::new(fixed);
+            let _urgent = safety::Urgent::begin();
             self.tell_worker(&Order::TakeOver { generation, fixed });
         }
     }

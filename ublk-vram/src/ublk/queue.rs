@@ -175,9 +175,11 @@ pub fn seat_queue(
                     return Ok(());
                 };
                 let device: Arc<UblkDev> = device;
+                let mut urgent = Some(safety::Urgent::begin());
                 setup.stats.of(queue).set_tid(tid);
                 let mut server = Server::new(&device, setup)?;
                 let outcome = server.run(|| {
+                    urgent = None;
                     let _ = announce.send(());
                 });
                 if outcome.is_err() {
@@ -230,6 +232,7 @@ fn make_ring(queue: QueueId, shape: Shape, release: Option<&Release>) -> Result<
                 .register_buffers_sparse(u32::from(shape.depth))
                 .map_err(UblkError::IOError)?;
         }
+        warm(&mut ring, shape.depth).map_err(UblkError::IOError)?;
         if let Some(release) = release {
             release
                 .arm(&mut ring, queue, &shape)
@@ -239,6 +242,33 @@ fn make_ring(queue: QueueId, shape: Shape, release: Option<&Release>) -> Result<
             .map_err(|_| UblkError::OtherError(-libc::EEXIST))
     })
     .map_err(|error| set_up_failed(queue, &error))
+}
+
+/// Has the ring allocate now what as many commands take as will be in flight: it keeps that for the next ones
+/// (`submit_state.free_list` and `cmd_cache` in io_uring, the latter for 128 commands). The fetches of a
+/// takeover are sent when there may be no memory.
+fn warm(ring: &mut IoUring, depth: u16) -> std::io::Result<()> {
+    // It takes any command, and does nothing (uring_cmd_null in drivers/char/mem.c).
+    let null = File::options().read(true).write(true).open("/dev/null")?;
+    let null = types::Fd(null.as_raw_fd());
+    // One chain: all of it is allocated before the first runs.
+    for number in 1..=depth {
+        let flags = match number < depth {
+            true => squeue::Flags::IO_HARDLINK,
+            false => squeue::Flags::empty(),
+        };
+        let entry = opcode::UringCmd16::new(null, 0).build().flags(flags);
+        // SAFETY: the entry names no memory, and its file is open until all have ended.
+        unsafe { ring.submission().push(&entry) }.map_err(std::io::Error::other)?;
+    }
+    let mut ended = 0;
+    while ended < usize::from(depth) {
+        match ring.submit_and_wait(1) {
+            Err(error) if error.kind() != std::io::ErrorKind::Interrupted => return Err(error),
+            _ => ended += ring.completion().count(),
+        }
+    }
+    Ok(())
 }
 
 fn set_up_failed(queue: QueueId, error: &UblkError) -> Error {
@@ -565,5 +595,17 @@ impl<'a> Server<'a> {
                 format!("queue {}: no room in its ring: {error}", self.id.0),
             )
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_ring_is_warm_and_empty() {
+        let mut ring: IoUring = IoUring::builder().setup_coop_taskrun().build(68).unwrap();
+        warm(&mut ring, 64).unwrap();
+        assert!(ring.completion().is_empty() && ring.submission().is_empty());
     }
 }

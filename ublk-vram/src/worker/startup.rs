@@ -233,6 +233,9 @@ fn take_over(
         events,
     } = prepared;
     let size = session.layout.device_bytes();
+    // Also for the threads that it starts below: the kernel locks a new stack with all of the process's
+    // mappings held, which a queue thread may need.
+    let _urgent = safety::Urgent::begin();
     // It waits until the last worker is gone: nobody but us touches the memory from then on.
     let record = shared.status.view().life.record();
     let in_gap = &record.in_gap;
