@@ -232,12 +232,14 @@ fn make_ring(queue: QueueId, shape: Shape, release: Option<&Release>) -> Result<
                 .register_buffers_sparse(u32::from(shape.depth))
                 .map_err(UblkError::IOError)?;
         }
-        warm(&mut ring, shape.depth).map_err(UblkError::IOError)?;
         if let Some(release) = release {
             release
                 .arm(&mut ring, queue, &shape)
                 .map_err(UblkError::IOError)?;
         }
+        // Last: what waits for the end keeps what it has.
+        let commands = u32::from(shape.depth) + SPARE_ENTRIES;
+        warm(&mut ring, commands).map_err(UblkError::IOError)?;
         cell.set(ring.into())
             .map_err(|_| UblkError::OtherError(-libc::EEXIST))
     })
@@ -247,13 +249,13 @@ fn make_ring(queue: QueueId, shape: Shape, release: Option<&Release>) -> Result<
 /// Has the ring allocate now what as many commands take as will be in flight: it keeps that for the next ones
 /// (`submit_state.free_list` and `cmd_cache` in io_uring, the latter for 128 commands). The fetches of a
 /// takeover are sent when there may be no memory.
-fn warm(ring: &mut IoUring, depth: u16) -> std::io::Result<()> {
+fn warm(ring: &mut IoUring, commands: u32) -> std::io::Result<()> {
     // It takes any command, and does nothing (uring_cmd_null in drivers/char/mem.c).
     let null = File::options().read(true).write(true).open("/dev/null")?;
     let null = types::Fd(null.as_raw_fd());
     // One chain: all of it is allocated before the first runs.
-    for number in 1..=depth {
-        let flags = match number < depth {
+    for number in 1..=commands {
+        let flags = match number < commands {
             true => squeue::Flags::IO_HARDLINK,
             false => squeue::Flags::empty(),
         };
@@ -262,7 +264,7 @@ fn warm(ring: &mut IoUring, depth: u16) -> std::io::Result<()> {
         unsafe { ring.submission().push(&entry) }.map_err(std::io::Error::other)?;
     }
     let mut ended = 0;
-    while ended < usize::from(depth) {
+    while ended < commands as usize {
         match ring.submit_and_wait(1) {
             Err(error) if error.kind() != std::io::ErrorKind::Interrupted => return Err(error),
             _ => ended += ring.completion().count(),
