@@ -140,8 +140,7 @@ fn killed_while_stopped(kernel: &Kernel) -> Result<()> {
             .panic_on_hung_task(Duration::from_secs(60))
     })?;
     let path = guest.add("d", &format!("{} {OPTIONS}", guest.gpu(0)))?;
-    guest.must("dd if=/dev/urandom of=/tmp/data bs=1M count=2 2>/dev/null")?;
-    guest.must(&format!("dd if=/tmp/data of={path} bs=64k oflag=direct"))?;
+    guest.fill(&path, 2)?;
     for _ in 0..4 {
         let [_, worker, _] = guest.wait_whole("d")?;
         // 16 readers of the first MiB, 16 who write the second one.
@@ -182,8 +181,7 @@ pub fn without_kernel_threads_vm(vm: VmBuilder) -> VmBuilder {
 /// In a storm kthreadd may wait for the very disk that waits for its next worker: nothing of a takeover of
 /// device `d` may wait for a kernel thread that does not exist yet.
 pub fn kills_without_kernel_threads(guest: &Guest, path: &str) -> Result<()> {
-    guest.must("dd if=/dev/urandom of=/tmp/data bs=1M count=8 2>/dev/null")?;
-    guest.must(&format!("dd if=/tmp/data of={path} bs=64k oflag=direct"))?;
+    guest.fill(path, 8)?;
     // No program with rings of its own: as they end, the kernel makes the threads that are to be missing.
     let readers = guest.spawn_sh(&format!(
         "for i in 0 1 2 3 4 5 6 7; do \
@@ -333,8 +331,7 @@ fn supervisor_killed(kernel: &Kernel) -> Result<()> {
 fn all_killed(kernel: &Kernel) -> Result<()> {
     let guest = Guest::boot(kernel, "all-killed", 64, |vm| vm.tools(&["dd", "cmp"]))?;
     let path = guest.add("d", &format!("{} {OPTIONS}", guest.gpu(0)))?;
-    guest.must("dd if=/dev/urandom of=/tmp/data bs=1M count=8 2>/dev/null")?;
-    guest.must(&format!("dd if=/tmp/data of={path} bs=64k oflag=direct"))?;
+    guest.fill(&path, 8)?;
     guest.kill_all("d")?;
     let reader = guest.spawn_sh(&format!(
         "dd if={path} bs=64k count=128 iflag=direct 2>/dev/null | cmp - /tmp/data"

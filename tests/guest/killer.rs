@@ -3,8 +3,7 @@
 
 use std::fs::File;
 use std::io::Write;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
@@ -65,25 +64,29 @@ fn wait(
     }
 }
 
+/// Since when a takeover is waited for.
+type Since = Mutex<Option<Instant>>;
+
+fn set(since: &Since, value: Option<Instant>) {
+    *since.lock().unwrap_or_else(PoisonError::into_inner) = value;
+}
+
 /// Has the kernel print its tasks and workqueues, once, when a takeover is late: whoever waits for it may
 /// wait for memory himself by then.
-fn watch(rounds: Arc<AtomicU32>) -> anyhow::Result<()> {
+fn watch(since: Arc<Since>) -> anyhow::Result<()> {
     let mut trigger = File::options()
         .write(true)
         .open("/proc/sysrq-trigger")
         .context("/proc/sysrq-trigger")?;
     std::thread::spawn(move || {
-        let mut seen = (0, Instant::now());
-        loop {
+        let is_late = || {
+            let since = since.lock().unwrap_or_else(PoisonError::into_inner);
+            since.is_some_and(|since| since.elapsed() > LATE)
+        };
+        while !is_late() {
             std::thread::sleep(Duration::from_secs(1));
-            let now = rounds.load(Ordering::Relaxed);
-            if now != seen.0 {
-                seen = (now, Instant::now());
-            } else if now % 2 == 1 && seen.1.elapsed() > LATE {
-                let _ = trigger.write(b"t");
-                return;
-            }
         }
+        let _ = trigger.write(b"t");
     });
     Ok(())
 }
@@ -92,9 +95,8 @@ pub fn run(plan: &Plan) -> anyhow::Result<()> {
     // It must be able to act while the disk waits for a worker.
     mlockall(MlockAllFlags::MCL_CURRENT | MlockAllFlags::MCL_FUTURE).context("mlockall")?;
     let name = &plan.name;
-    // Odd while a takeover is waited for.
-    let rounds = Arc::new(AtomicU32::new(0));
-    watch(Arc::clone(&rounds))?;
+    let since = Arc::new(Since::default());
+    watch(Arc::clone(&since))?;
     let mut pauses = Vec::new();
     for round in 0..plan.times {
         let info = wait(name, "the server is not whole", LIMIT, |info| {
@@ -120,12 +122,12 @@ pub fn run(plan: &Plan) -> anyhow::Result<()> {
                 info.queue.iter().any(|queue| queue.in_flight > 0)
             });
         }
-        rounds.fetch_add(1, Ordering::Relaxed);
+        set(&since, Some(Instant::now()));
         kill(Pid::from_raw(info.server.worker), Signal::SIGKILL).context("kill")?;
         let after = wait(name, "nobody takes over", LIMIT, |now| {
             is_served(now) && now.server.takeovers > info.server.takeovers
         })?;
-        rounds.fetch_add(1, Ordering::Relaxed);
+        set(&since, None);
         ensure!(after.server.worker != info.server.worker);
         pauses.push(after.server.last_pause_us / 1000);
         std::thread::sleep(plan.pause);

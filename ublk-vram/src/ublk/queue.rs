@@ -165,9 +165,11 @@ pub fn seat_queue(
         .name(format!("ublk-queue-{}", queue.0))
         .stack_size(STACK_BYTES)
         .spawn(move || {
+            let release = setup.release.clone();
+            // It keeps `release` to its end.
             let serve = move || {
                 let tid = libublk::ctrl::UblkCtrl::init_queue_thread();
-                make_ring(queue, setup.shape, setup.release.as_deref())?;
+                make_ring(queue, setup.shape, release.as_deref())?;
                 safety::prefault_stack(STACK_BYTES);
                 // Nobody waiting any more is no reason to stop, here and below.
                 let _ = heat.send(());
@@ -253,22 +255,30 @@ fn warm(ring: &mut IoUring, commands: u32) -> std::io::Result<()> {
     // It takes any command, and does nothing (uring_cmd_null in drivers/char/mem.c).
     let null = File::options().read(true).write(true).open("/dev/null")?;
     let null = types::Fd(null.as_raw_fd());
-    // One chain: all of it is allocated before the first runs.
-    for number in 1..=commands {
-        let flags = match number < commands {
-            true => squeue::Flags::IO_HARDLINK,
-            false => squeue::Flags::empty(),
-        };
-        let entry = opcode::UringCmd16::new(null, 0).build().flags(flags);
-        // SAFETY: the entry names no memory, and its file is open until all have ended.
-        unsafe { ring.submission().push(&entry) }.map_err(std::io::Error::other)?;
-    }
+    let entry = opcode::UringCmd16::new(null, 0).build();
+    // All of a chain is allocated before the first of it runs.
+    push_chain(ring, (1..commands).map(|_| entry.clone()), entry.clone())?;
     let mut ended = 0;
     while ended < commands as usize {
         match ring.submit_and_wait(1) {
             Err(error) if error.kind() != std::io::ErrorKind::Interrupted => return Err(error),
             _ => ended += ring.completion().count(),
         }
+    }
+    Ok(())
+}
+
+/// Puts entries into the ring of which each runs when the one before it has ended, however that went. None of
+/// them may name memory. To be submitted in one call: a part of the chain, sent alone, would run by itself.
+pub(super) fn push_chain(
+    ring: &mut IoUring,
+    links: impl Iterator<Item = squeue::Entry>,
+    last: squeue::Entry,
+) -> std::io::Result<()> {
+    let links = links.map(|entry| entry.flags(squeue::Flags::IO_HARDLINK));
+    for entry in links.chain([last]) {
+        // SAFETY: it names no memory.
+        unsafe { ring.submission().push(&entry) }.map_err(std::io::Error::other)?;
     }
     Ok(())
 }
@@ -330,7 +340,6 @@ struct Server<'a> {
     tags: Arc<TagBoard>,
     /// Requests that the last worker had in hand and that have not come again yet.
     left: Vec<TagMark>,
-    _release: Option<Arc<Release>>,
     half_fetched: Option<Box<dyn FnOnce() + Send>>,
     ready: Vec<u16>,
     finished: Vec<Finished>,
@@ -357,7 +366,6 @@ impl<'a> Server<'a> {
             stats: setup.stats,
             tags: setup.tags,
             left,
-            _release: setup.release,
             half_fetched: setup.half_fetched,
             ready: Vec::with_capacity(depth),
             finished: Vec::with_capacity(depth),

@@ -31,7 +31,7 @@ use libublk::sys;
 
 use super::device::Shape;
 use super::features;
-use super::queue::{CDEV, OURS, RELEASE, io_command};
+use super::queue::{CDEV, OURS, RELEASE, io_command, push_chain};
 use crate::backend::QueueId;
 use crate::error::{Error, Result};
 
@@ -69,8 +69,12 @@ impl Release {
 
     /// How many entries of a queue's ring [`Release::arm`] takes.
     pub(super) fn entries(shape: &Shape) -> u32 {
-        let buffers = if shape.zero_copy { shape.depth } else { 0 };
-        u32::from(PASSES) + u32::from(buffers) + 1
+        u32::from(PASSES) + u32::from(Release::buffers(shape)) + 1
+    }
+
+    /// Registered buffers of a queue's ring.
+    fn buffers(shape: &Shape) -> u16 {
+        if shape.zero_copy { shape.depth } else { 0 }
     }
 
     /// Has the calling thread let go of what its ring will have in slot [`CDEV`], when it ends. The
@@ -82,25 +86,16 @@ impl Release {
     pub(super) fn arm(&self, ring: &mut IoUring, queue: QueueId, shape: &Shape) -> io::Result<()> {
         let quiet = types::Fd(self.quiet.as_raw_fd());
         let polls = (0..PASSES).map(|_| opcode::PollAdd::new(quiet, libc::POLLIN as u32).build());
-        let tags = 0..if shape.zero_copy { shape.depth } else { 0 };
         // The driver takes the index of a buffer, which is its tag, as the address.
-        let buffers = tags.map(|tag| {
+        let buffers = (0..Release::buffers(shape)).map(|tag| {
             let op = sys::UBLK_U_IO_UNREGISTER_IO_BUF;
             io_command(op, queue, tag, 0, u64::from(tag))
         });
-        let links = polls
-            .chain(buffers)
-            .map(|entry| entry.flags(squeue::Flags::IO_HARDLINK));
-        let mut count = 0;
-        for entry in links.chain([opcode::Close::new(CDEV).build()]) {
-            let entry = entry.user_data(OURS | RELEASE);
-            // SAFETY: no entry names memory.
-            unsafe { ring.submission().push(&entry) }.map_err(io::Error::other)?;
-            count += 1;
-        }
-        // In one call: a part of the chain, sent alone, would run at once. So would one that the kernel
-        // could not take whole, and its completions would be there.
-        if ring.submit()? != count || !ring.completion().is_empty() {
+        let ours = |entry: squeue::Entry| entry.user_data(OURS | RELEASE);
+        let close = opcode::Close::new(CDEV).build();
+        push_chain(ring, polls.chain(buffers).map(ours), ours(close))?;
+        // What the kernel could not take whole has run, and its completions are there.
+        if ring.submit()? != Release::entries(shape) as usize || !ring.completion().is_empty() {
             return Err(io::Error::from_raw_os_error(libc::ENOMEM));
         }
         Ok(())

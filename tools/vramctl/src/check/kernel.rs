@@ -131,18 +131,20 @@ fn node(machine: &Machine) -> Item {
 fn features() -> Item {
     const ITEM: &str = "ublk features";
     match ublk::features::probe() {
-        Ok(features) if features.has(ublk::features::PER_IO_DAEMON) => {
-            Item::ok(ITEM, features.names().join(" "))
+        Ok(features) if features.bits.is_some() => {
+            let names = features.names().join(" ");
+            if features.has(ublk::features::PER_IO_DAEMON) {
+                return Item::ok(ITEM, names);
+            }
+            Item::warn(
+                ITEM,
+                format!(
+                    "{names}; with this driver, a worker that dies while the machine is short of \
+                     memory may never be replaced"
+                ),
+                "for swap, take Linux 6.16 or later",
+            )
         }
-        Ok(features) if features.bits.is_some() => Item::warn(
-            ITEM,
-            format!(
-                "{}; with this driver, a worker that dies while the machine is short of memory may \
-                 never be replaced",
-                features.names().join(" ")
-            ),
-            "for swap, take Linux 6.16 or later",
-        ),
         Ok(_) => Item::warn(
             ITEM,
             "this driver cannot be asked (it is older than Linux 6.5)",
